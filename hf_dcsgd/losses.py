@@ -1,0 +1,360 @@
+"""One loss per example, from a model's outputs and labels.
+
+Guarantee: entry i of every vector returned here is a function of row i of the outputs and row i of the labels alone.
+Nothing is normalised over the batch (not even over its number of tokens), so that adding or removing one example
+leaves the losses, and hence the gradients, of all others as they were. For a batch of one example the value is the
+loss that transformers' own model computes.
+
+| edge case                                      | per-example loss                                        |
+|------------------------------------------------|---------------------------------------------------------|
+| no label counts (all -100, QA answer cut away) | 0, with a zero gradient                                 |
+| empty batch                                    | shape (0,), attached to the graph                       |
+| NaN or infinite logits or regression targets   | not finite, for that example alone; nothing is raised   |
+| half-precision logits                          | upcast, the loss is fp32                                |
+| a class label out of range                     | ValueError that names the range, never the example      |
+
+Auxiliary losses that some models add when they see labels (expert balancing) are left out: they couple the batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
+from transformers.utils.generic import find_labels
+
+LossKind: TypeAlias = Literal[
+    "single_label_classification",
+    "multi_label_classification",
+    "regression",
+    "token_classification",
+    "masked_lm",
+    "causal_lm",
+    "seq2seq_lm",
+    "question_answering",
+]
+LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
+Labels: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+IGNORE_INDEX = -100
+QA_LABELS = ("start_positions", "end_positions")
+_SMOOTHABLE = ("single_label_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
+
+# The first pattern found in a class's name decides; "classification" is refined by the config and the labels.
+_KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
+    # These do not compute the usual loss of their kind: no shift, n-gram targets, a teacher. The user must say.
+    (r"^(Bart|BigBirdPegasus|Blenderbot|BlenderbotSmall|MBart|Marian|Musicgen|MusicgenMelody)ForCausalLM$", "unusual"),
+    (r"^(Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|XLNet|Flaubert)(With)?LMHead", "unusual"),
+    (r"ImageClassificationWithTeacher$", "unusual"),
+    (r"For(Sequence|Image|Video|Audio)Classification|ForNextSentencePrediction$", "classification"),
+    (r"ForTokenClassification$", "token_classification"),
+    (r"ForQuestionAnswering(Simple)?$", "question_answering"),
+    (r"ForMaskedLM$", "masked_lm"),
+    (r"ForCausalLM$|LMHeadModel$|ModelWithLMHead$", "causal_lm"),
+    (r"ForConditionalGeneration$|MTModel$|EncoderDecoderModel$", "seq2seq_lm"),
+)
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """The model under data-parallel, compile and peft wrappers: the one whose class says what it is for."""
+    while True:
+        inner: Any = None
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        elif "_orig_mod" in model._modules:
+            inner = model._modules["_orig_mod"]
+        elif callable(base_model := getattr(model, "get_base_model", None)):
+            inner = base_model()
+        if inner is None:
+            return model
+        model = inner
+
+
+def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | None = None) -> LossKind:
+    """The kind of loss, from the class of a transformers model and its config, or from shapes for other modules.
+
+    For classifiers without `config.problem_type` the rule is that of transformers: one label is regression, integer
+    labels are single-label, float labels multi-label. Without `labels`, integer labels are assumed. Unlike
+    transformers, the config is not written to. Modules from elsewhere need `labels` and `logits`.
+    """
+    model = unwrapped_model(model)
+    if not isinstance(model, PreTrainedModel):
+        return _kind_from_shapes(model, labels, logits)
+    kind = _kind_from_class(type(model))
+    if kind == "classification":
+        return _classification_kind(model.config.problem_type, model.config.num_labels or 0, labels)
+    # A decoder-only ForConditionalGeneration (images to text and the like) is not a seq2seq model.
+    if kind in LOSS_KINDS and (kind != "seq2seq_lm" or model.config.is_encoder_decoder):
+        return kind
+    raise ValueError(
+        f"no per-example loss is known for {type(model).__name__}; pass a function of (outputs, labels) that returns "
+        f"one loss per example. Known kinds: {', '.join(LOSS_KINDS)}"
+    )
+
+
+def per_example_losses(model: nn.Module, outputs: Any, labels: Labels, *, label_smoothing: float = 0.0) -> Tensor:
+    """Per-example losses, shape (n,), fp32; see the module's guarantee.
+
+    `outputs` come from a forward without labels: anything with `.logits` (or a "logits" key), a tuple that starts with
+    the logits, or the logits themselves. Losses over tokens are means over the example's own counted tokens.
+    `label_smoothing` is that of `TrainingArguments.label_smoothing_factor`, within each example.
+    """
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
+    base = unwrapped_model(model)
+    logits = None if isinstance(base, PreTrainedModel) else _output(outputs, "logits", 0)
+    kind = loss_kind(base, labels, logits)
+    if label_smoothing and kind not in _SMOOTHABLE:
+        raise ValueError(f"label_smoothing is not defined for {kind}, got {label_smoothing}")
+    if kind == "question_answering":
+        start, end = _output(outputs, "start_logits", 0), _output(outputs, "end_logits", 1)
+        return _question_answering_losses(start, end, *_answer_positions(labels))
+    logits = _output(outputs, "logits", 0).float()
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"expected labels to be a tensor for {kind}, got {type(labels).__name__}")
+    labels = labels.to(logits.device)
+    if kind == "regression":
+        return _regression_losses(logits, labels)
+    if kind == "multi_label_classification":
+        return _multi_label_losses(logits, labels)
+    if kind == "single_label_classification":
+        return _cross_entropies(logits, _matching(labels, logits.shape[:1]), label_smoothing)
+    if kind == "causal_lm":
+        # Token t is predicted from those before it. Labels are shifted, not logits: a shifted copy of these is large.
+        labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    labels = _matching(labels, logits.shape[:2])
+    losses = _cross_entropies(logits.flatten(0, 1), labels.flatten(), label_smoothing).view(labels.shape)
+    return losses.sum(dim=1) / (labels != IGNORE_INDEX).sum(dim=1).clamp(min=1)
+
+
+def checked_user_losses(loss_function: LossFunction, outputs: Any, labels: Any, batch_size: int) -> Tensor:
+    """`loss_function(outputs, labels)` as fp32, after checking that it is one differentiable loss per example.
+
+    What cannot be seen from one call, namely whether entry i depends on other examples, is left to
+    `require_separable_losses`.
+    """
+    losses = loss_function(outputs, labels)
+    name = getattr(loss_function, "__name__", type(loss_function).__name__)
+    if not isinstance(losses, Tensor):
+        raise TypeError(f"expected the loss function {name} to return a tensor, got {type(losses).__name__}")
+    if losses.ndim == 0:
+        raise ValueError(
+            f"the loss function {name} returned a scalar: return one loss per example, shape ({batch_size},), for "
+            'instance with reduction="none". Each example\'s gradient is clipped on its own before the sum, which '
+            "cannot be done once the losses are summed or averaged over the batch."
+        )
+    if losses.shape != (batch_size,):
+        raise ValueError(
+            f"expected the loss function {name} to return one loss per example, shape ({batch_size},), got shape "
+            f"{tuple(losses.shape)}; losses per token are to be averaged within each example"
+        )
+    if not losses.is_floating_point():
+        raise TypeError(f"expected the loss function {name} to return floating-point losses, got {losses.dtype}")
+    if torch.is_grad_enabled() and not losses.requires_grad:
+        raise ValueError(f"the losses of {name} do not require grad: they are detached from the model's outputs")
+    return losses.float()
+
+
+def require_separable_losses(loss_function: LossFunction, outputs: Any, labels: Any, batch_size: int) -> None:
+    """Raises ValueError if an example's loss changes when `loss_function` sees that example alone.
+
+    Catches losses that are normalised, centred or contrasted over the batch, which void the privacy guarantee: one
+    example then moves the gradients of the others. Costs one call per example: meant for the first batch. Every tensor
+    in `outputs` and `labels` whose first axis is the batch is cut; a batch below 2 shows nothing.
+    """
+    if batch_size < 2:
+        return
+    with torch.no_grad():
+        together = loss_function(outputs, labels)
+        for i in range(batch_size):
+            outputs_i, labels_i = (_example(tree, i, batch_size) for tree in (outputs, labels))
+            alone = loss_function(outputs_i, labels_i)
+            if not torch.allclose(alone.float(), together[i : i + 1].float(), rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise ValueError(
+                    "the loss function gives an example another loss within a batch than alone: each loss may depend "
+                    "on its own example only, so nothing may be normalised, centred or compared over the batch"
+                )
+
+
+def split_labels(
+    model: nn.Module, inputs: Mapping[str, Any], label_names: Sequence[str] | None = None
+) -> tuple[dict[str, Any], Any]:
+    """A collated batch as (inputs without labels, labels), so that the forward computes no loss over the batch.
+
+    Label names are `label_names` or those in the signature of the model's forward ("labels" if it has none). The
+    labels are returned as a tensor if the batch holds one label entry, else as a dict. Seq2seq models get the
+    `decoder_input_ids` that their forward would otherwise have built from the labels.
+    """
+    base = unwrapped_model(model)
+    names = list(label_names or find_labels(type(base)) or ["labels"])
+    model_inputs = {key: value for key, value in inputs.items() if key not in names}
+    found = {name: inputs[name] for name in names if inputs.get(name) is not None}
+    if not found:
+        raise ValueError(f"expected a label entry ({' or '.join(names)}) in the batch, got {', '.join(inputs)}")
+    labels: Any = next(iter(found.values())) if len(found) == 1 else found
+    has_decoder_inputs = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
+    is_seq2seq_lm = isinstance(base, PreTrainedModel) and base.config.is_encoder_decoder and _predicts_text(base)
+    if is_seq2seq_lm and not has_decoder_inputs:
+        model_inputs["decoder_input_ids"] = _decoder_input_ids(base, labels)
+    return model_inputs, labels
+
+
+# --- the kind --------------------------------------------------------------------------------------------------------
+
+
+def _kind_from_class(model_class: type) -> str | None:
+    """By the nearest ancestor with a telling name: users subclass a model under names of their own."""
+    for ancestor in model_class.__mro__:
+        for pattern, kind in _KIND_BY_CLASS_NAME:
+            if re.search(pattern, ancestor.__name__):
+                return kind
+    return None
+
+
+def _predicts_text(model: nn.Module) -> bool:
+    return _kind_from_class(type(model)) == "seq2seq_lm"
+
+
+def _classification_kind(problem_type: str | None, num_labels: int, labels: Labels | None) -> LossKind:
+    if problem_type is not None:
+        known = ("single_label_classification", "multi_label_classification", "regression")
+        if problem_type not in known:
+            raise ValueError(f"expected config.problem_type to be one of {', '.join(known)}, got {problem_type!r}")
+        return problem_type  # type: ignore[return-value]
+    if num_labels == 1:
+        return "regression"
+    is_float = isinstance(labels, Tensor) and labels.is_floating_point()
+    return "multi_label_classification" if is_float else "single_label_classification"
+
+
+def _kind_from_shapes(model: nn.Module, labels: Labels | None, logits: Tensor | None) -> LossKind:
+    if isinstance(labels, Tensor) and isinstance(logits, Tensor):
+        one_per_example = labels.numel() == len(labels) == len(logits)
+        if logits.ndim <= 2 and (one_per_example or labels.shape == logits.shape):
+            kind = _classification_kind(None, 1 if logits.ndim == 1 else logits.shape[-1], labels)
+            if kind != "multi_label_classification" or labels.shape == logits.shape:
+                return kind
+        if not labels.is_floating_point() and logits.ndim == 3 and labels.shape == logits.shape[:2]:
+            return "token_classification"
+    shapes = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (logits, labels)]
+    raise ValueError(
+        f"cannot tell the loss of {type(model).__name__} from logits {shapes[0]} and labels {shapes[1]}; pass a "
+        "function of (outputs, labels) that returns one loss per example"
+    )
+
+
+# --- the losses ------------------------------------------------------------------------------------------------------
+
+
+def _cross_entropies(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Of logits (m, classes) and labels (m,), not reduced; 0 where the label is -100."""
+    classes = logits.shape[-1]
+    if labels.is_floating_point():
+        raise TypeError(f"expected integer class labels, got {labels.dtype}")
+    labels = labels.long()
+    # Checked here, as torch's own error would print the example's label (and on a GPU end the process).
+    if ((labels != IGNORE_INDEX) & ((labels < 0) | (labels >= classes))).any():
+        raise ValueError(
+            f"expected labels from 0 to {classes - 1} (num_labels = {classes}) or {IGNORE_INDEX} for ignored ones, "
+            "got at least one outside that range"
+        )
+    return F.cross_entropy(
+        logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=label_smoothing
+    )
+
+
+def _multi_label_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = _matching(labels, logits.shape).float()
+    if ((labels < 0) | (labels > 1)).any():
+        raise ValueError(
+            "expected multi-label targets between 0 and 1, got at least one outside; for regression with several "
+            'outputs set config.problem_type = "regression"'
+        )
+    return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=-1)
+
+
+def _regression_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.unsqueeze(-1) if logits.ndim == 1 else logits
+    return (logits - _matching(labels, logits.shape).float()).square().mean(dim=-1)
+
+
+def _question_answering_losses(start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Mean of the two cross entropies; an answer beyond the input counts for nothing, as in transformers."""
+    length = start_logits.shape[1]
+    halves = []
+    for logits, positions in ((start_logits, start), (end_logits, end)):
+        positions = _matching(positions.to(logits.device), logits.shape[:1]).clamp(0, length)
+        halves.append(_cross_entropies(logits, positions.masked_fill(positions == length, IGNORE_INDEX)))
+    return (halves[0] + halves[1]) / 2
+
+
+def _answer_positions(labels: Labels) -> tuple[Tensor, Tensor]:
+    if isinstance(labels, Mapping) and set(QA_LABELS) <= set(labels):
+        return labels[QA_LABELS[0]], labels[QA_LABELS[1]]
+    if isinstance(labels, Sequence) and len(labels) == 2:
+        return labels[0], labels[1]
+    raise TypeError(
+        f"expected question-answering labels as ({', '.join(QA_LABELS)}) or a mapping with these keys, got "
+        f"{type(labels).__name__}"
+    )
+
+
+def _matching(labels: Tensor, shape: torch.Size) -> Tensor:
+    """Labels in the wanted shape, up to axes of size one."""
+    if [size for size in labels.shape[1:] if size != 1] != [size for size in shape[1:] if size != 1]:
+        raise ValueError(f"expected labels of shape {tuple(shape)} to go with the outputs, got {tuple(labels.shape)}")
+    if labels.shape[:1] != shape[:1]:
+        raise ValueError(f"expected labels for {shape[0]} examples, got shape {tuple(labels.shape)}")
+    return labels.reshape(shape)
+
+
+# --- reading outputs and batches -------------------------------------------------------------------------------------
+
+
+def _output(outputs: Any, name: str, position: int) -> Tensor:
+    """The named tensor of a model's outputs, however the model returns them."""
+    if isinstance(outputs, Mapping):
+        value = outputs.get(name)
+    elif isinstance(outputs, tuple | list):
+        value = outputs[position] if len(outputs) > position else None
+    else:
+        value = outputs if isinstance(outputs, Tensor) and position == 0 else getattr(outputs, name, None)
+    if not isinstance(value, Tensor):
+        known = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise ValueError(f"expected {name} in the model's outputs, got {known}; pass a loss function of your own")
+    return value
+
+
+def _example(tree: Any, index: int, batch_size: int) -> Any:
+    """Row `index` of every tensor with a batch axis in nested containers, model outputs or an object's attributes."""
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[index : index + 1] if leaf.ndim > 0 and leaf.shape[0] == batch_size else leaf
+        if isinstance(leaf, SimpleNamespace) or is_dataclass(leaf):
+            leaf = copy(leaf)
+            for name, value in vars(leaf).items():
+                object.__setattr__(leaf, name, _example(value, index, batch_size))
+        return leaf
+
+    return pytree.tree_map(cut, tree)
+
+
+def _decoder_input_ids(model: nn.Module, labels: Tensor) -> Tensor:
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
+        if hasattr(model, name):
+            return getattr(model, name)(labels)
+    raise ValueError(
+        f"{type(model).__name__} cannot build decoder_input_ids from labels, and the batch has none: add them in the "
+        "data collator"
+    )
