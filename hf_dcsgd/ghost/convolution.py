@@ -1,0 +1,40 @@
+"""Convolutions as linear layers over patches: `nn.Conv1d` and `nn.Conv2d`, any stride, padding, dilation, groups."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, working_precision
+from hf_dcsgd.ghost.registry import register_rule, trainable
+
+
+@register_rule(nn.Conv1d, nn.Conv2d)
+def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
+    assert isinstance(module, nn.Conv1d | nn.Conv2d)
+    grad = working_precision(output_grad).flatten(2)  # (n, out, L)
+    contributions: dict[str, Contribution] = {}
+    if trainable(module, "weight"):
+        patches = _patches(module, working_precision(inputs))  # (n, in·k, L)
+        if module.groups == 1:
+            contributions["weight"] = Outer(grad.transpose(1, 2), patches.transpose(1, 2))
+        else:
+            by_group = grad.unflatten(1, (module.groups, -1)) @ patches.unflatten(1, (module.groups, -1)).mT
+            contributions["weight"] = Dense(by_group.flatten(1, 2))
+    if trainable(module, "bias"):
+        contributions["bias"] = Dense(grad.sum(2))
+    return contributions
+
+
+def _patches(module: nn.Conv1d | nn.Conv2d, inputs: Tensor) -> Tensor:
+    """The input window of every output position; channels vary slowest, as in the weight."""
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    if inputs.shape[0]:
+        inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    if isinstance(module, nn.Conv1d):
+        inputs, kernel, stride, dilation = inputs.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
+    if not inputs.shape[0]:
+        positions = 0
+        return inputs.new_zeros(0, inputs.shape[1] * kernel[0] * kernel[1], positions)
+    return F.unfold(inputs, kernel_size=kernel, stride=stride, dilation=dilation)

@@ -1,0 +1,269 @@
+"""Per-example clipping in one backward pass: `GhostClipper`.
+
+**Guarantee.** For per-example losses L_1 … L_n of a model whose forward treats examples independently, `norms` gives
+‖∇L_i‖₂ over all trainable parameters, and `accumulate(f)` adds Σ_i f_i·∇L_i to `param.grad`; removing example i from
+the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ C / ‖∇L_i‖.
+
+| case                                       | behaviour                                                           |
+|--------------------------------------------|---------------------------------------------------------------------|
+| example with NaN or infinite gradient      | its norm is non-finite, and it adds exactly nothing to the sum      |
+| batch of size zero                         | norms of shape (0,), `param.grad` unchanged (zeros if it was None)  |
+| parameter used several times, tied weights | uses are added before the norm is taken: cross terms are exact      |
+| module without a rule                      | that module alone is run again per example (`fallback.py`)          |
+| parameter that no module call explains     | one backward per example for that parameter: slow and exact         |
+| loss that mixes examples, BatchNorm        | refused (`verification.py`, `refusals.py`)                          |
+
+How: a forward hook on each module that owns trainable parameters keeps its input and the gradient edge of its output;
+`torch.autograd.grad(losses.sum(), edges)` gives the output gradients. Frozen modules are neither hooked nor
+differentiated, no `param.grad` is computed by autograd. The first batch is checked against autograd, so a use of a
+parameter that the hooks did not see is found, not lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from hf_dcsgd.ghost.contributions import Contribution, squared_norms, weighted_sum
+from hf_dcsgd.ghost.fallback import fallback_contributions, is_random
+from hf_dcsgd.ghost.layout import Layout, fitting_layouts
+from hf_dcsgd.ghost.recording import Call, ForwardRecorder, find_owners, output_grads
+from hf_dcsgd.ghost.refusals import UnsupportedModelError, refuse_unsupported
+from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
+
+logger = logging.getLogger(__name__)
+
+# A fallback writes down gradients per example; beyond this many numbers one backward per example is the lesser evil.
+_FALLBACK_ELEMENTS = 1 << 27
+
+
+class GhostClipper:
+    """Context manager around the forward of one micro-batch.
+
+    ```python
+    clipper = GhostClipper(model)            # refuses unsupported modules, all at once
+    with clipper:
+        outputs = model(**inputs)            # labels kept out of the forward
+        norms = clipper.norms(per_example_losses(model, outputs, labels))
+        clipper.accumulate(clip_factors)     # param.grad += Σ fᵢ·gᵢ
+    ```
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        refuse_unsupported(model)
+        self.model = model
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise UnsupportedModelError("expected at least one trainable parameter, got none: everything is frozen")
+        self._owners = find_owners(model)
+        self._recorder = ForwardRecorder(model, self._owners)
+        self.slow_parameters: set[str] = set()
+        self._layouts: dict[str, Layout] = {}
+        # Sequences of module calls already compared with autograd; with two examples or more, coupling is seen too.
+        self._verified_calls: set[tuple[tuple[str, ...], bool]] = set()
+        self._forget()
+
+    def rules(self) -> dict[str, str]:
+        """Module path → the rule that computes its contributions, for reports."""
+        return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
+
+    def __enter__(self) -> GhostClipper:
+        trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if trainable != {id(p) for p in self.parameters.values()}:
+            raise RuntimeError(
+                "requires_grad changed after GhostClipper(model) was made: select the trainable layers first, then "
+                "make the clipper"
+            )
+        self._recorder.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder.remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._recorder.forget()
+        self._contributions: dict[str, list[Contribution]] | None = None
+        self._losses: Tensor | None = None
+        self._norms: Tensor | None = None
+
+    # -- norms -------------------------------------------------------------------------------------------------------
+
+    def norms(self, losses: Tensor) -> Tensor:
+        """‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32; one backward pass."""
+        self._check(losses)
+        if losses.shape[0] == 0:
+            self._contributions, self._norms = {}, torch.zeros(0, device=losses.device)
+            return self._norms
+        self._recorder.recording = False
+        try:
+            self._contributions = self._gather(losses)
+            squared = torch.zeros(losses.shape[0], device=losses.device)
+            for name, parts in self._contributions.items():
+                squared += squared_norms(parts, self.parameters[name].shape).float()
+            if self.slow_parameters:
+                squared += self._slow_squared_norms(losses)
+                self._losses = losses
+        finally:
+            self._recorder.recording = True
+        self._norms = squared.sqrt()
+        return self._norms
+
+    def _check(self, losses: Tensor) -> None:
+        if not self._recorder.installed:
+            raise RuntimeError("norms() belongs inside `with clipper:`, after the forward")
+        if losses.dim() != 1:
+            raise ValueError(
+                f"expected one loss per example, a tensor of shape (n,), got shape {tuple(losses.shape)}; "
+                'compute the loss with reduction="none"'
+            )
+        if self._contributions is not None:
+            raise RuntimeError("norms() was called twice for one forward; call accumulate() in between")
+        if losses.shape[0] == 0:
+            return
+        if not self._recorder.calls:
+            raise RuntimeError("no trainable module was called inside `with clipper:`; run the model's forward there")
+        if not losses.requires_grad:
+            raise ValueError("the losses do not depend on any trainable parameter (was the forward run in no_grad?)")
+        batch_size = self._recorder.batch_size
+        if batch_size is not None and batch_size != losses.shape[0]:
+            raise ValueError(
+                f"expected one loss per example, got {losses.shape[0]} losses for a batch of {batch_size}"
+            )
+
+    def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
+        """The one backward pass, and what each call adds to each parameter; checked the first time."""
+        n, calls = losses.shape[0], self._recorder.calls
+        slow_before = set(self.slow_parameters)
+        key = (tuple(call.owner.name for call in calls), n > 1)
+        verify = key not in self._verified_calls
+        if verify and n > 1:
+            self._layouts.update(find_layouts(losses, calls, self._recorder.positions))
+        for call in calls:
+            if call.owner.rule is not None and self._layout_of(call, n) is None:
+                self.slow_parameters.update(call.owner.parameters.values())
+        grads = output_grads(losses.sum(), calls, keep_graph=verify or bool(self.slow_parameters))
+        contributions: dict[str, list[Contribution]] = {}
+        for call, call_grads in zip(calls, grads, strict=True):
+            for name, contribution in self._contributions_of(call, call_grads, n):
+                contributions.setdefault(name, []).append(contribution)
+        if verify:
+            fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
+            unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
+            if unexplained is not None:
+                self.slow_parameters.update(unexplained)
+                self._verified_calls |= {key, (key[0], False)}
+        new = self.slow_parameters - slow_before
+        if new:
+            logger.warning(
+                "exact but slow, one backward pass per example (no module call shows what each example adds to these "
+                "parameters; freeze them to avoid it): %s",
+                ", ".join(sorted(new)),
+            )
+        return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
+
+    def _contributions_of(self, call: Call, grads: list[Tensor | None], n: int) -> Iterator[tuple[str, Contribution]]:
+        wanted = {a: name for a, name in call.owner.parameters.items() if name not in self.slow_parameters}
+        if not wanted or all(grad is None for grad in grads):
+            return
+        call.check_unchanged()
+        if call.owner.rule is None:
+            found = self._by_fallback(call, grads, n)
+        else:
+            found = None if grads[0] is None else self._by_rule(call, grads[0], n)
+        if found is None:
+            self.slow_parameters.update(wanted.values())
+            return
+        for attribute, name in wanted.items():
+            if attribute in found:
+                yield name, found[attribute]
+
+    def _layout_of(self, call: Call, n: int) -> Layout | None:
+        """Where the batch is in this call, as found on the first batch or as the shapes say; None: nowhere."""
+        known = self._layouts.get(call.owner.name)
+        if call.output_shape is None or not isinstance(call.input, Tensor):
+            return None
+        for layout in fitting_layouts(call.output_shape, n, self._recorder.positions):
+            if known in (None, layout) and layout.batch_first(call.input, n) is not None:
+                return layout
+        return None
+
+    def _by_rule(self, call: Call, grad: Tensor, n: int) -> dict[str, Contribution] | None:
+        assert call.owner.rule is not None
+        layout = self._layout_of(call, n)
+        assert layout is not None
+        inputs, grad_by_example = layout.batch_first(call.input.detach(), n), layout.batch_first(grad, n)
+        assert inputs is not None
+        assert grad_by_example is not None
+        return call.owner.rule(call.owner.module, inputs, grad_by_example)
+
+    def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
+        size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
+        if is_random(call.owner.module) or n * size > _FALLBACK_ELEMENTS:
+            return None
+        try:
+            return fallback_contributions(call.owner.module, call.arguments, grads, n)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            logger.debug("the fallback cannot run %s alone: %s", call.owner, error)
+            return None
+
+    # -- the clipped sum ---------------------------------------------------------------------------------------------
+
+    def accumulate(self, clip_factors: Tensor) -> None:
+        """param.grad += Σ_i clip_factors[i] · ∇losses[i]; examples with a non-finite norm add exactly nothing."""
+        if self._contributions is None or self._norms is None:
+            raise RuntimeError("accumulate() needs norms() of this forward first")
+        if clip_factors.shape != self._norms.shape:
+            raise ValueError(
+                f"expected one clip factor per example, shape {tuple(self._norms.shape)}, "
+                f"got {tuple(clip_factors.shape)}"
+            )
+        keep = self._norms.isfinite()
+        if not clip_factors[keep].isfinite().all():
+            raise ValueError("expected finite clip factors for all examples of finite norm")
+        # Multiplying a NaN by a factor of zero would leave a NaN: such examples are taken out, not weighted down.
+        index = None if keep.all() else keep.nonzero().flatten()
+        factors = clip_factors if index is None else clip_factors[index]
+        for name, parts in self._contributions.items():
+            kept = parts if index is None else [part.select(index) for part in parts]
+            _add_to_grad(self.parameters[name], weighted_sum(kept, factors, self.parameters[name].shape))
+        if self._losses is not None:
+            self._accumulate_slow(self._losses, clip_factors, keep)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._forget()
+
+    # -- parameters that no module call explains ---------------------------------------------------------------------
+
+    def _slow_squared_norms(self, losses: Tensor) -> Tensor:
+        parameters = [self.parameters[name] for name in sorted(self.slow_parameters)]
+        squared = torch.zeros(losses.shape[0], device=losses.device)
+        for i, loss in enumerate(losses.unbind()):
+            for grad in torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True):
+                if grad is not None:
+                    squared[i] += grad.float().square().sum()
+        return squared
+
+    def _accumulate_slow(self, losses: Tensor, factors: Tensor, keep: Tensor) -> None:
+        parameters = [self.parameters[name] for name in sorted(self.slow_parameters)]
+        everyone = torch.arange(len(keep), device=keep.device)
+        self._recorder.recording = False
+        for index in [everyone] if keep.all() else everyone[keep].unbind():
+            loss = (losses[index] * factors[index].to(losses.dtype)).sum()
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                if grad is not None:
+                    _add_to_grad(parameter, grad)
+        self._recorder.recording = True
+
+
+def _add_to_grad(parameter: nn.Parameter, value: Tensor) -> None:
+    value = value.detach().to(parameter.dtype)
+    parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)

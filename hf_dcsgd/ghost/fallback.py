@@ -1,0 +1,78 @@
+"""Modules without a rule of their own: their gradient per example, by running that module alone on each example.
+
+Exact for any module whose output for an example is a deterministic function of that example's slice of the inputs. A
+module that draws random numbers (an active dropout inside) would draw others the second time, so it is not taken here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hf_dcsgd.ghost.contributions import Contribution, Dense
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def is_random(module: nn.Module) -> bool:
+    """Whether a second run of this module in its present mode may give another result."""
+    for child in module.modules():
+        if not child.training:
+            continue
+        if isinstance(child, _DROPOUTS) and child.p > 0:
+            return True
+        if isinstance(child, nn.RNNBase) and child.dropout > 0 and child.num_layers > 1:
+            return True
+        if "dropout" in type(child).__name__.lower() and not isinstance(child, _DROPOUTS):
+            return True
+    return False
+
+
+def tensor_leaves(output: Any) -> list[Tensor]:
+    """The differentiable tensors of a module's output, in a fixed order."""
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def fallback_contributions(
+    module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output_grads: list[Tensor | None], n: int
+) -> dict[str, Contribution]:
+    """Contributions of the parameters that `module` owns itself; RuntimeError where it cannot be run that way."""
+    parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None and p.requires_grad}
+    leaves, structure = tree_flatten(arguments)
+    leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    sliced = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == n for leaf in leaves]
+    used = [k for k, grad in enumerate(output_grads) if grad is not None]
+    grads = [grad for grad in output_grads if grad is not None]
+    if any(grad.shape[0] != n for grad in grads):
+        raise RuntimeError(f"an output of {type(module).__name__} does not have the batch first")
+
+    def one_example(slices: list[Tensor], example_grads: list[Tensor]) -> dict[str, Tensor]:
+        taken = iter(slices)
+        args, kwargs = tree_unflatten(
+            [next(taken).unsqueeze(0) if is_sliced else leaf for leaf, is_sliced in zip(leaves, sliced, strict=True)],
+            structure,
+        )
+
+        def forward(values: dict[str, Tensor]) -> list[Tensor]:
+            outputs = tensor_leaves(torch.func.functional_call(module, values, args, kwargs))
+            return [outputs[k] for k in used]
+
+        evaluated = torch.func.vjp(forward, parameters)
+        outputs, pullback = evaluated[0], evaluated[1]
+        cotangents = [g.unsqueeze(0).to(o.dtype) for g, o in zip(example_grads, outputs, strict=True)]
+        return pullback(cotangents)[0]
+
+    slices = [leaf for leaf, is_sliced in zip(leaves, sliced, strict=True) if is_sliced]
+    return {name: Dense(value) for name, value in _over_examples(one_example, slices, grads, n).items()}
+
+
+def _over_examples(one_example: Any, slices: list[Tensor], grads: list[Tensor], n: int) -> dict[str, Tensor]:
+    try:
+        return torch.func.vmap(one_example, randomness="error")(slices, grads)
+    except (RuntimeError, ValueError):
+        # Some kernels (nn.LSTM) and data-dependent branches cannot be vectorised: one example after the other.
+        each = [one_example([s[i] for s in slices], [g[i] for g in grads]) for i in range(n)]
+        return {name: torch.stack([grads_i[name] for grads_i in each]) for name in each[0]}

@@ -1,0 +1,43 @@
+"""Where the batch is in a module's input and output: first, second, or folded into the rows with the positions."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Layout(Enum):
+    BATCH_FIRST = "batch first"
+    BATCH_SECOND = "batch second"
+    FLATTENED = "batch and positions in one axis"
+
+    def batch_first(self, value: Tensor, n: int) -> Tensor | None:
+        """The same values as (n, ...), or None where they do not have this layout."""
+        if self is Layout.BATCH_FIRST:
+            return value if value.dim() > 0 and value.shape[0] == n else None
+        if self is Layout.BATCH_SECOND:
+            return value.movedim(1, 0) if value.dim() > 1 and value.shape[1] == n else None
+        return value.unflatten(0, (n, -1)) if value.dim() > 1 and value.shape[0] % n == 0 else None
+
+    def holds_only(self, grad: Tensor, n: int, k: int) -> bool:
+        """Whether a gradient is zero outside of example k's slice."""
+        slices = self.batch_first(grad, n)
+        return slices is not None and not (slices[:k].any() or slices[k + 1 :].any())
+
+
+def fitting_layouts(shape: torch.Size, n: int, positions: int) -> list[Layout]:
+    """The layouts that an output of this shape may have, most usual first.
+
+    Rows count as flattened only when there is one for every position of the model's input: rows picked by a router
+    would fit by accident.
+    """
+    fitting = []
+    if len(shape) > 0 and shape[0] == n:
+        fitting.append(Layout.BATCH_FIRST)
+    if len(shape) > 2 and shape[1] == n:
+        fitting.append(Layout.BATCH_SECOND)
+    if len(shape) == 2 and positions > 1 and shape[0] == n * positions:
+        fitting.append(Layout.FLATTENED)
+    return fitting

@@ -1,0 +1,145 @@
+"""Watching a forward pass: which modules with trainable parameters were called, on what, with which output edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
+
+from hf_dcsgd.ghost.fallback import tensor_leaves
+from hf_dcsgd.ghost.registry import Rule, rule_for
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that owns trainable parameters, the rule for it, and those parameters (attribute → name)."""
+
+    name: str
+    module: nn.Module
+    rule: Rule | None
+    parameters: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.name or '(the model itself)'} ({type(self.module).__name__})"
+
+
+@dataclass
+class Call:
+    """One forward call of an owner; an output that needs no gradient has no edge."""
+
+    owner: Owner
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    edges: list[GradientEdge | None]
+    output_shape: torch.Size | None  # of the first output
+
+    def __post_init__(self) -> None:
+        self._input_version = _version(self.input)
+
+    @property
+    def input(self) -> Any:
+        args, kwargs = self.arguments
+        return args[0] if args else next(iter(kwargs.values()), None)
+
+    def check_unchanged(self) -> None:
+        if _version(self.input) != self._input_version:
+            raise RuntimeError(f"the input of {self.owner} was changed in place after its forward")
+
+
+def find_owners(model: nn.Module) -> list[Owner]:
+    """Every module with trainable parameters of its own.
+
+    A parameter that an inner module owns too (BERT's tied output bias) belongs to the inner one: its rule accounts for
+    it, and the outer module must not count it again.
+    """
+    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    owners = []
+    for name, module in model.named_modules():
+        inner = {id(p) for child in module.children() for p in child.parameters()}
+        owned = {
+            attribute: names[id(p)]
+            for attribute, p in module._parameters.items()
+            if p is not None and p.requires_grad and id(p) not in inner
+        }
+        if owned:
+            owners.append(Owner(name, module, rule_for(module), owned))
+    return owners
+
+
+class ForwardRecorder:
+    """Forward hooks on all owners, from `install` to `remove`; what they see is in `calls`.
+
+    Calls outside of `recording` are ignored: gradient checkpointing runs the forward again during the backward.
+    """
+
+    def __init__(self, model: nn.Module, owners: list[Owner]) -> None:
+        self._model = model
+        self._owners = owners
+        self._handles: list[RemovableHandle] = []
+        self.recording = False
+        self.forget()
+
+    def forget(self) -> None:
+        self.calls: list[Call] = []
+        self.batch_size: int | None = None
+        self.positions = 1
+
+    @property
+    def installed(self) -> bool:
+        return bool(self._handles)
+
+    def install(self) -> None:
+        self._handles.append(self._model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True))
+        for owner in self._owners:
+            if type(owner.module) is nn.Embedding:
+                self._handles.append(owner.module.register_forward_pre_hook(self._give_batch))
+            self._handles.append(owner.module.register_forward_hook(self._recorder_of(owner), with_kwargs=True))
+        self.recording = True
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.recording = False
+        self.forget()
+
+    def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.recording:
+            return
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                self.batch_size = leaf.shape[0]
+                self.positions = leaf.shape[1] if leaf.dim() > 1 else 1
+                return
+
+    def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Position ids of shape (1, T) serve the whole batch: give every example its own copy of the look-up."""
+        n = self.batch_size
+        if self.recording and n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
+            return (args[0].expand(n, *args[0].shape[1:]), *args[1:])
+        return None
+
+    def _recorder_of(self, owner: Owner) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self.recording and torch.is_grad_enabled():
+                outputs = tensor_leaves(output)
+                edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
+                self.calls.append(Call(owner, (args, kwargs), edges, outputs[0].shape if outputs else None))
+
+        return record
+
+
+def output_grads(loss: Tensor, calls: list[Call], keep_graph: bool) -> list[list[Tensor | None]]:
+    """Gradients of the loss at every recorded output, call by call; one backward pass."""
+    edges = [edge for call in calls for edge in call.edges if edge is not None]
+    found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
+    remaining = iter(found)
+    return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) else 0
