@@ -54,7 +54,10 @@ _SMOOTHABLE = ("single_label_classification", "token_classification", "masked_lm
 _KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
     # These do not compute the usual loss of their kind: no shift, n-gram targets, a teacher. The user must say.
     (r"^(Bart|BigBirdPegasus|Blenderbot|BlenderbotSmall|MBart|Marian|Musicgen|MusicgenMelody)ForCausalLM$", "unusual"),
-    (r"^(Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|XLNet|Flaubert)(With)?LMHead", "unusual"),
+    (
+        r"^(CpmAnt|Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|XLNet|Flaubert)(With)?LMHead",
+        "unusual",
+    ),
     (r"ImageClassificationWithTeacher$", "unusual"),
     (r"For(Sequence|Image|Video|Audio)Classification|ForNextSentencePrediction$", "classification"),
     (r"ForTokenClassification$", "token_classification"),
