@@ -1,0 +1,99 @@
+"""The training dataloader: Poisson logical batches, cut into micro-batches of which some may be empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from hf_dcsgd.sampling import PoissonBatchSampler
+
+Batch = dict[str, Any]
+
+
+class _RowLists(Dataset):
+    """Hands out lists of rows, also empty ones, which datasets and collators do not expect."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        if not indices:
+            return []
+        if hasattr(self._rows, "__getitems__"):
+            return self._rows.__getitems__(indices)
+        return [self._rows[index] for index in indices]
+
+
+class _EmptyAware:
+    """A collator that gives an empty batch for no rows; a class, so that worker processes can receive it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[Any]) -> Batch:
+        return self._collate(rows) if rows else {}
+
+
+def poisson_dataloader(
+    rows: Any, sampler: PoissonBatchSampler, collate: Callable[[list[Any]], Batch], args: TrainingArguments
+) -> DataLoader:
+    """One item per micro-batch; `{}` where the draw left it empty."""
+    return DataLoader(
+        _RowLists(rows),
+        batch_sampler=sampler,
+        collate_fn=_EmptyAware(collate),
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+        worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+    )
+
+
+def batch_length(batch: Batch) -> int:
+    """Number of examples in a collated batch."""
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    return 0
+
+
+def cut(batch: Batch, largest: int) -> list[Batch]:
+    """The batch in pieces near `largest`, when it is well above: a Poisson draw may be far larger than expected."""
+    n = batch_length(batch)
+    if n == 0:
+        return []
+    if n <= 1.5 * largest:
+        return [batch]
+    pieces = -(-n // largest)
+    bounds = [n * k // pieces for k in range(pieces + 1)]
+    return [
+        {key: value[start:end] if _has_rows(value, n) else value for key, value in batch.items()}
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+
+
+def _has_rows(value: Any, n: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and value.shape[0] == n
+    return isinstance(value, list) and len(value) == n
+
+
+def row_lengths(rows: Any, length_column: str, input_name: str) -> list[int]:
+    """Length of every row, for sorting a draw by length: the column of that name, or the tokens counted."""
+    if length_column in (getattr(rows, "column_names", None) or ()):
+        return list(rows[length_column])
+    return [len(row[input_name]) for row in rows]

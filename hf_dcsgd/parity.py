@@ -1,0 +1,85 @@
+"""The check before training: ghost norms and clipped sum against plain autograd, on two made-up examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dcsgd.ghost import GhostClipper
+
+
+class ParityError(RuntimeError):
+    """The per-example gradients of this model cannot be trusted; training does not start."""
+
+
+def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
+    """A batch of the same shapes with made-up content: random tokens and numbers, full attention, zeros elsewhere.
+
+    Special tokens in `keep_tokens` stay where they are, since some models look for them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    vocabulary = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    made = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            made[name] = value
+        elif value.is_floating_point():
+            made[name] = torch.rand(value.shape, generator=generator).to(value)
+        elif "input_ids" in name and vocabulary is not None:
+            tokens = torch.randint(vocabulary, value.shape, generator=generator).to(value)
+            special = torch.isin(value, torch.tensor(keep_tokens, dtype=value.dtype, device=value.device))
+            made[name] = torch.where(special, value, tokens)
+        else:
+            made[name] = torch.ones_like(value) if "mask" in name else torch.zeros_like(value)
+    return made
+
+
+def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], tolerance: float) -> None:
+    """Raises `ParityError` unless norms and clipped sum agree with one autograd call per example on the same graph.
+
+    `losses_of` runs the forward and returns the per-example losses. Gradients are left as they were found.
+    """
+    parameters = list(clipper.parameters.values())
+    before = [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with clipper:
+            losses = losses_of()
+            each = [
+                torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses.unbind()
+            ]
+            norms = clipper.norms(losses)
+            factors = torch.linspace(1.0, 0.5, len(losses), device=losses.device)
+            clipper.accumulate(factors)
+        expected_norms = torch.stack([_norm(grads) for grads in each])
+        _require_close("norms", norms, expected_norms, tolerance, expected_norms)
+        for i, (name, parameter) in enumerate(clipper.parameters.items()):
+            expected = sum(
+                (f * grads[i] for f, grads in zip(factors, each, strict=True) if grads[i] is not None),
+                torch.zeros_like(parameter),
+            )
+            assert parameter.grad is not None
+            _require_close(f"clipped sum of {name}", parameter.grad, expected, tolerance, expected_norms.sum())
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _norm(grads: tuple[Tensor | None, ...]) -> Tensor:
+    squares = [grad.float().square().sum() for grad in grads if grad is not None]
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+def _require_close(what: str, found: Tensor, expected: Tensor, tolerance: float, scale: Tensor) -> None:
+    error = (found - expected).abs().max().item()
+    allowed = tolerance * scale.abs().max().item() + 1e-7
+    if not error <= allowed:
+        raise ParityError(
+            f"per-example gradients do not agree with autograd ({what}: off by {error:.3g}, allowed {allowed:.3g}); "
+            "training would not be private, so it does not start. Select other trainable_layers, or freeze the module."
+        )

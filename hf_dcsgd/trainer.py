@@ -1,0 +1,371 @@
+"""`DCSGDTrainer`: the Hugging Face `Trainer` with one private step.
+
+Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where
+batches come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`: clip
+each example, then release one noised sum), and what may be written down (`log`, `_save`: released values only).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import TrainOutput
+from transformers.training_args import TrainingArguments
+
+from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
+from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.layer_selection import select_trainable_layers
+from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
+from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
+from hf_dcsgd.parity import check_parity, synthetic_like
+from hf_dcsgd.processes import on_main_process, require_agreement
+from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class DCSGDTrainer(Trainer):
+    """Drop-in for `Trainer` whose model is differentially private in its training examples.
+
+    Takes what `Trainer` takes, with `args` a `DCSGDTrainingArguments`, and
+
+    - `per_example_loss_func(outputs, labels)`: one loss per example, shape (n,), for models whose loss is not known by
+      their class. Each loss may depend on its own example only.
+
+    **Guarantee.** The trained weights, the checkpoints and everything logged during a run are (ε, δ)-differentially
+    private with respect to adding or removing one training example, for the ε and δ of `privacy_report()`; unless the
+    report names an opt-out. The evaluation data are not protected.
+    """
+
+    args: DCSGDTrainingArguments
+    model: nn.Module
+
+    def __init__(self, *args: Any, per_example_loss_func: LossFunction | None = None, **kwargs: Any) -> None:
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func returns one loss for a whole batch (normalised by num_items_in_batch), which "
+                "cannot be clipped per example; pass per_example_loss_func(outputs, labels) -> tensor of shape (n,) instead"
+            )
+        for method in ("compute_loss", "get_train_dataloader", "_get_train_sampler", "training_step"):
+            if getattr(type(self), method) is not getattr(DCSGDTrainer, method):
+                raise TypeError(
+                    f"{type(self).__name__} overrides {method}, on which the guarantee rests; use "
+                    "per_example_loss_func for another loss. The sampler is Poisson and cannot be replaced"
+                )
+        self.per_example_loss_func = per_example_loss_func
+        self.plan: PrivacyPlan | None = None
+        self.mechanism: DPMechanism | None = None
+        self.clipper: GhostClipper | None = None
+        self._searched_runs: list[DPMechanism] = []
+        super().__init__(*args, **kwargs)
+        self._refuse_incompatible()
+        self.add_callback(PrivacyCallback())
+        self._select_layers(self.model)
+        if self.train_dataset is not None:
+            self.plan = self._make_plan()
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def _refuse_incompatible(self) -> None:
+        if not isinstance(self.args, DCSGDTrainingArguments):
+            raise TypeError(
+                f"expected args to be DCSGDTrainingArguments, got {type(self.args).__name__}: nothing would be private"
+            )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{self.args.n_gpu} GPUs in one process (nn.DataParallel) split batches behind the clipping; start "
+                "one process per GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES to one GPU"
+            )
+        for name, enabled in (("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled)):
+            if enabled:
+                raise ValueError(
+                    f"{name} shards parameters and gradients, so that no rank has a whole per-example gradient and "
+                    "noise cannot enter exactly once; use plain data parallelism (accelerate launch --multi_gpu) and, "
+                    "for memory, trainable_layers or LoRA"
+                )
+        if self.train_dataset is not None:
+            map_style_length(self.train_dataset)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        self._select_layers(model)
+        return model
+
+    def _select_layers(self, model: nn.Module) -> None:
+        expression = self.args.trainable_layers
+        if expression is None:
+            has_presets = isinstance(model, PreTrainedModel)
+            expression = "last_encoder_pooler_classifier" if has_presets else "as_is"
+        select_trainable_layers(model, expression)
+        half = [
+            n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
+        ]
+        if half:
+            # Without autocast, layers of two precisions cannot be chained: then the whole model follows.
+            for _, parameter in model.named_parameters():
+                if parameter.requires_grad or (parameter.is_floating_point() and not self.args.bf16):
+                    parameter.data = parameter.data.float()
+            if not self.args.bf16:
+                model.float()
+            logger.info("trainable parameters were in half precision and are now kept in fp32")
+
+    def _make_plan(self) -> PrivacyPlan:
+        return self.args.privacy_plan(
+            dataset_size=map_style_length(self.train_dataset),
+            num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+        )
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Poisson logical batches; `accelerator.prepare` is left out, because it would shard the draws once more."""
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        self.plan = plan = self._make_plan()
+        rows, collate = self._rows_and_collator()
+        by_length = self.args.train_sampling_strategy == "group_by_length"
+        input_name = getattr(self.model, "main_input_name", "input_ids")
+        sampler = PoissonBatchSampler(
+            plan.dataset_size,
+            plan.expected_batch_size,
+            steps=plan.dataset_size // plan.expected_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            rank=self.args.process_index,
+            world_size=plan.world_size,
+            lengths=row_lengths(rows, self.args.length_column_name, input_name) if by_length else None,
+            unsafe_seed=plan.unsafe_noise_seed,
+        )
+        return poisson_dataloader(rows, sampler, collate, self.args)
+
+    def _rows_and_collator(self) -> tuple[Any, Callable[[list[Any]], Batch]]:
+        if hasattr(self.train_dataset, "column_names"):
+            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
+    ) -> tuple[list[Batch], None]:
+        """The micro-batches of one logical batch; their items are not counted, since no loss is divided by them."""
+        return list(islice(epoch_iterator, num_batches)), None
+
+    # -- the start of a run ------------------------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        assert self.plan is not None
+        if max_steps != self.plan.steps:
+            raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
+        require_agreement(self.plan)
+        self._train_mode()
+        self.clipper = GhostClipper(self.model)
+        self._check_parity()
+        self.mechanism = self._start_mechanism(self.plan, resume_from_checkpoint)
+        if self.is_world_process_zero():
+            print(self.plan.describe())
+        return prepared
+
+    def _start_mechanism(self, plan: PrivacyPlan, resume_from_checkpoint: str | None) -> DPMechanism:
+        saved = None
+        if resume_from_checkpoint is not None:
+            saved = saved_privacy_state(self.state)
+            if saved is None:
+                raise ValueError(f"{resume_from_checkpoint} was not written by DCSGDTrainer: its cost is unknown")
+            _require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
+        run_dir = Path(self._get_output_dir(getattr(self, "_trial", None)))
+        is_main = self.is_world_process_zero()
+
+        def open_ledger() -> PrivacyLedger:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            return PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=saved is not None)
+
+        ledger = on_main_process(open_ledger)
+        mechanism = DPMechanism(
+            plan,
+            ledger=ledger,
+            all_reduce=torch.distributed.all_reduce if self.args.world_size > 1 else None,
+            is_main_process=is_main,
+        )
+        if saved is not None:
+            on_main_process(lambda: mechanism.load_state_dict(saved["mechanism"]))
+            if not is_main:
+                mechanism.load_state_dict(saved["mechanism"])
+        mechanism.agree_on_charges(self.args.device)
+        if mechanism.exhausted:
+            raise BudgetExhausted(
+                f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
+                f"taken within ε = {plan.epsilon():.4g}"
+            )
+        trace = run_dir / TRACE_FILENAME if is_main else None
+        if trace is not None and saved is None:
+            trace.unlink(missing_ok=True)
+        self._privacy_callback().attach(mechanism, trace)
+        return mechanism
+
+    def _privacy_callback(self) -> PrivacyCallback:
+        return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
+
+    def _check_parity(self) -> None:
+        assert self.clipper is not None
+        rows, collate = self._rows_and_collator()
+        collated = self._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
+        special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
+        batch = synthetic_like(self.model, collated, special)
+        self.model.eval()
+        try:
+            with self.compute_loss_context_manager():
+                check_parity(self.clipper, lambda: self._losses(batch)[0], 5e-2 if self.args.bf16 else 1e-3)
+        finally:
+            self._train_mode()
+
+    # -- the private step --------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        """One micro-batch: clip and add up. At the end of the logical batch: one noised release into `param.grad`."""
+        assert self.mechanism is not None
+        assert self.plan is not None
+        self._train_mode()
+        optimizer_mode = getattr(self.optimizer, "train", None)
+        if callable(optimizer_mode):
+            optimizer_mode()
+        shown_loss = torch.zeros((), device=self.args.device)
+        for piece in cut(self._prepare_inputs(inputs), self.args.per_device_train_batch_size):
+            loss_sum = self._clip_and_accumulate(piece)
+            if RAW_TRAIN_LOSS in self.plan.opt_outs:
+                shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
+        if self.accelerator.sync_gradients:
+            noisy_loss = self._release()
+            if noisy_loss is not None:
+                shown_loss += noisy_loss
+        return shown_loss
+
+    def _clip_and_accumulate(self, inputs: Batch) -> Tensor:
+        """param.grad += Σ fᵢ·gᵢ over these examples; returns the (private) sum of their losses."""
+        assert self.clipper is not None
+        assert self.mechanism is not None
+        with self.compute_loss_context_manager(), self.clipper:
+            losses, _ = self._losses(inputs)
+            norms = self.clipper.norms(losses)
+            self.clipper.accumulate(self.mechanism.clip_factors(norms, losses.detach()))
+        return losses.detach().sum()
+
+    def _release(self) -> float | None:
+        """Replaces the clipped sums in `param.grad` by their noised mean; returns the noised loss, if there is one."""
+        assert self.mechanism is not None
+        assert self.clipper is not None
+        parameters = list(self.clipper.parameters.values())
+        clipped_sum = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in parameters]
+        )
+        release = self.mechanism.release(clipped_sum)
+        for parameter, part in zip(
+            parameters, release.noisy_gradient.split([p.numel() for p in parameters]), strict=True
+        ):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        return release.noisy_loss
+
+    def _losses(self, inputs: Batch) -> tuple[Tensor, Any]:
+        """Per-example losses of a batch, and the model's outputs; labels are kept out of the forward."""
+        label_names = self.label_names if self.args.label_names else None
+        model_inputs, labels = split_labels(self.model, inputs, label_names)
+        outputs = self.model(**model_inputs)
+        if self.per_example_loss_func is not None:
+            return checked_user_losses(self.per_example_loss_func, outputs, labels, batch_length(inputs)), outputs
+        smoothing = self.args.label_smoothing_factor
+        return per_example_losses(self.model, outputs, labels, label_smoothing=smoothing), outputs
+
+    def _train_mode(self) -> None:
+        """`model.train()`, but frozen BatchNorm keeps its stored statistics: those of a batch would mix examples."""
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(
+                p.requires_grad for p in module.parameters()
+            ):
+                module.eval()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """For evaluation only. Where transformers knows no loss, the mean of the per-example losses."""
+        if self.per_example_loss_func is None and isinstance(self.accelerator.unwrap_model(model), PreTrainedModel):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.per_example_loss_func is None and hasattr(self.accelerator.unwrap_model(model), "get_base_model"):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        losses, outputs = self._losses(inputs)
+        loss = losses.mean()
+        if not isinstance(outputs, Mapping):
+            outputs = {"logits": outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)}
+        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
+    # -- what is written down ----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what the step released; takes out the private training loss, unless it was paid or opted for."""
+        if self.mechanism is not None and "loss" in logs:
+            values = self.mechanism.threshold.released_values()
+            logs.update({name: value for name, value in values.items() if isinstance(value, float)})
+            logs["epsilon"] = self.epsilon()
+        for name in ("loss", "train_loss"):
+            if name in logs and self.args.log_train_loss != "raw":
+                value = logs.pop(name)
+                if self.args.log_train_loss == "private":
+                    logs[f"noisy_{name}"] = value
+        logs.pop("total_flos", None)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        """Zero: the true count follows the sizes of the private draws."""
+        return 0
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        shown = {"raw": "train_loss", "private": "noisy_train_loss"}.get(self.args.log_train_loss)
+        loss = output.metrics[shown] if shown is not None else float("nan")
+        return TrainOutput(output.global_step, loss, output.metrics)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """As transformers does, with arguments that carry neither seeds nor tokens."""
+        args = self.args
+        self.args = without_secrets(args)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.args = args
+
+    # -- the statement -----------------------------------------------------------------------------------------------
+
+    def epsilon(self) -> float:
+        """ε of the steps charged so far, at the plan's δ."""
+        return 0.0 if self.mechanism is None else self.mechanism.epsilon()
+
+
+def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
+    """A copy for `training_args.bin`: seeds at their defaults, no tokens."""
+    public = copy.copy(args)
+    public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
+    public.hub_token = None
+    return public
+
+
+def _require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
+    differences = now.differences(saved)
+    if differences:
+        shown = "; ".join(
+            f"{name}: {before} in the checkpoint, {here} now" for name, (here, before) in differences.items()
+        )
+        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}")
