@@ -32,7 +32,7 @@ def expected_squared_error(
     ``unit_variance`` is σ_T²·d/B², the variance of the released gradient per unit of C².
     """
     shortfall = np.maximum(norms - thresholds[:, None], 0.0)
-    return unit_variance * thresholds**2 + (shortfall * shortfall) @ counts / counts.sum()
+    return unit_variance * thresholds**2 + (shortfall * shortfall) @ (counts / counts.sum())
 
 
 def minimise_expected_squared_error(

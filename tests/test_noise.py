@@ -1,0 +1,134 @@
+"""Noise: its law on a million draws, and that no draw is ever seen twice."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dcsgd.noise import NoiseSource, SensitiveSum, _torch_normal
+
+DRAWS = 1_000_000
+# A correct source fails about once in ten million runs.
+ALPHA = 1e-7
+
+
+def assert_gaussian(sample, std):
+    """Mean, standard deviation and shape of ``sample`` are those of N(0, std²), at the resolution of its size."""
+    sample = np.asarray(sample, dtype=np.float64).ravel()
+    assert abs(sample.mean()) < 5.5 * std / np.sqrt(len(sample))
+    assert abs(sample.std() / std - 1) < 5.5 / np.sqrt(2 * len(sample))
+    assert stats.kstest(sample / std, "norm").pvalue > ALPHA
+    # Neighbours in the tensor are uncorrelated.
+    assert abs(np.mean(sample[1:] * sample[:-1])) < 5.5 * std**2 / np.sqrt(len(sample))
+
+
+@pytest.mark.parametrize(("sensitivity", "multiplier"), [(1.0, 5.0), (0.37, 0.7595), (1e-30, 1.0), (1e30, 3.0)])
+def test_noise_is_gaussian_with_multiplier_times_sensitivity(sensitivity, multiplier):
+    total = SensitiveSum(torch.zeros(DRAWS), sensitivity)
+    noisy = NoiseSource().add_noise(total, multiplier)
+    assert noisy.dtype == torch.float32
+    assert noisy.isfinite().all()
+    assert_gaussian(noisy.double() / sensitivity, multiplier)
+
+
+def test_noise_is_added_to_a_copy():
+    value = torch.arange(12.0).reshape(3, 4)
+    total = SensitiveSum(value, 0.01)
+    noisy = NoiseSource().add_noise(total, 0.1)
+    assert noisy.shape == value.shape
+    assert torch.equal(total.value, torch.arange(12.0).reshape(3, 4))
+    assert (noisy - value).abs().max() < 0.1
+    assert not (noisy == value).any()
+
+
+@pytest.mark.parametrize("unsafe_seed", [None, 42])
+def test_nothing_repeats_between_tensors_and_steps(unsafe_seed):
+    noise = NoiseSource(unsafe_seed=unsafe_seed)
+    zeros = SensitiveSum(torch.zeros(1000), 1.0)
+    draws = []
+    for _ in range(50):
+        torch.manual_seed(42)
+        np.random.seed(42)
+        draws.append(noise.add_noise(zeros, 1.0))
+    assert len({draw.numpy().tobytes() for draw in draws}) == 50
+    gram = np.corrcoef(torch.stack(draws).numpy())
+    assert np.abs(gram - np.eye(50)).max() < 6 / np.sqrt(1000)
+
+
+def test_nothing_repeats_between_sources_copies_and_runs():
+    script = (
+        "import torch; torch.manual_seed(42)\n"
+        "from hf_dcsgd.noise import NoiseSource, SensitiveSum\n"
+        "print(NoiseSource().add_noise(SensitiveSum(torch.zeros(8), 1.0), 1.0).tolist())"
+    )
+    other_run = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env={**os.environ}
+    ).stdout
+
+    def draw(source):
+        torch.manual_seed(42)
+        return str(source.add_noise(SensitiveSum(torch.zeros(8), 1.0), 1.0).tolist())
+
+    source = NoiseSource()
+    first = draw(source)
+    copies = [copy.deepcopy(source), pickle.loads(pickle.dumps(source)), NoiseSource(), source]
+    seen = [other_run.strip(), first, *(draw(each) for each in copies)]
+    assert len(set(seen)) == len(seen)
+
+
+def test_the_global_generator_is_neither_read_nor_moved():
+    torch.manual_seed(42)
+    expected = torch.rand(3)
+    torch.manual_seed(42)
+    NoiseSource().add_noise(SensitiveSum(torch.zeros(100), 1.0), 1.0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_unsafe_seed_makes_runs_repeat():
+    def draws(seed):
+        noise = NoiseSource(unsafe_seed=seed)
+        return [noise.add_noise(SensitiveSum(torch.zeros(5), 1.0), 1.0).tolist() for _ in range(3)]
+
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+def test_seeds_are_not_cut_to_32_bits():
+    # torch's CPU generator cannot tell these two apart, which is why noise on the CPU does not come from it.
+    same = [torch.randn(4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1 + 2**32)]
+    assert torch.equal(*same)
+    first, second = (
+        NoiseSource(unsafe_seed=seed).add_noise(SensitiveSum(torch.zeros(4), 1.0), 1.0) for seed in (1, 1 + 2**32)
+    )
+    assert not torch.equal(first, second)
+
+
+def test_the_path_for_other_devices_draws_normals_too():
+    device = torch.device("cpu")
+    first, second = (_torch_normal(torch.Size([DRAWS]), np.random.SeedSequence(seed), device) for seed in (1, 2))
+    assert_gaussian(first, 1.0)
+    assert not torch.equal(first, second)
+
+
+def test_multiplier_zero_gives_the_value_itself():
+    value = torch.rand(10)
+    noisy = NoiseSource().add_noise(SensitiveSum(value, 1.0), 0.0)
+    assert torch.equal(noisy, value)
+    assert noisy.data_ptr() != value.data_ptr()
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match=r"float32 value, got torch\.float16"):
+        SensitiveSum(torch.zeros(1, dtype=torch.float16), 1.0)
+    for sensitivity in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"sensitivity > 0, got {sensitivity}"):
+            SensitiveSum(torch.zeros(1), sensitivity)
+    for multiplier in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"noise_multiplier >= 0, got {multiplier}"):
+            NoiseSource().add_noise(SensitiveSum(torch.zeros(1), 1.0), multiplier)
