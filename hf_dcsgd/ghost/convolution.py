@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,7 +17,7 @@ def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> 
     grad = working_precision(output_grad).flatten(2)  # (n, out, L)
     contributions: dict[str, Contribution] = {}
     if trainable(module, "weight"):
-        patches = _patches(module, working_precision(inputs))  # (n, in·k, L)
+        patches = _patches(module, working_precision(inputs), grad.shape[2])  # (n, in·k, L)
         if module.groups == 1:
             contributions["weight"] = Outer(grad.transpose(1, 2), patches.transpose(1, 2))
         else:
@@ -26,15 +28,13 @@ def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> 
     return contributions
 
 
-def _patches(module: nn.Conv1d | nn.Conv2d, inputs: Tensor) -> Tensor:
+def _patches(module: nn.Conv1d | nn.Conv2d, inputs: Tensor, positions: int) -> Tensor:
     """The input window of every output position; channels vary slowest, as in the weight."""
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    if inputs.shape[0]:
-        inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    if not inputs.shape[0]:  # F.pad and F.unfold refuse an empty batch
+        return inputs.new_zeros(0, inputs.shape[1] * math.prod(kernel), positions)
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    inputs = F.pad(inputs, module._reversed_padding_repeated_twice, mode=mode)
     if isinstance(module, nn.Conv1d):
         inputs, kernel, stride, dilation = inputs.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
-    if not inputs.shape[0]:
-        positions = 0
-        return inputs.new_zeros(0, inputs.shape[1] * kernel[0] * kernel[1], positions)
     return F.unfold(inputs, kernel_size=kernel, stride=stride, dilation=dilation)

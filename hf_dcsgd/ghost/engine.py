@@ -28,17 +28,19 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, squared_norms, weighted_sum
-from hf_dcsgd.ghost.fallback import fallback_contributions, is_random
+from hf_dcsgd.ghost.contributions import Contribution, Dense, squared_norms, weighted_sum
+from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
-from hf_dcsgd.ghost.recording import Call, ForwardRecorder, find_owners, output_grads
+from hf_dcsgd.ghost.quarantine import quarantined_grad
+from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, refuse_unsupported
 from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
 
 logger = logging.getLogger(__name__)
 
-# A fallback writes down gradients per example; beyond this many numbers one backward per example is the lesser evil.
-_FALLBACK_ELEMENTS = 1 << 27
+# The fallback and the slow path write gradients down per example; beyond this many numbers they are computed one by
+# one instead, and twice.
+_WRITTEN_ELEMENTS = 1 << 27
 
 
 class GhostClipper:
@@ -62,9 +64,11 @@ class GhostClipper:
         self._owners = find_owners(model)
         self._recorder = ForwardRecorder(model, self._owners)
         self.slow_parameters: set[str] = set()
-        self._layouts: dict[str, Layout] = {}
-        # Sequences of module calls already compared with autograd; with two examples or more, coupling is seen too.
-        self._verified_calls: set[tuple[tuple[str, ...], bool]] = set()
+        self._layouts: dict[Slot, Layout] = {}
+        self._batch_leaves: dict[Slot, list[bool]] = {}
+        # Sequences of module calls (and the mode they ran in) already compared with autograd; with two examples or
+        # more, coupling is seen too.
+        self._verified: set[tuple[tuple[str, ...], bool, bool]] = set()
         self._forget()
 
     def rules(self) -> dict[str, str]:
@@ -78,6 +82,7 @@ class GhostClipper:
                 "requires_grad changed after GhostClipper(model) was made: select the trainable layers first, then "
                 "make the clipper"
             )
+        refuse_unsupported(self.model)  # again: model.train() turns a frozen BatchNorm back to batch statistics
         self._recorder.install()
         return self
 
@@ -109,7 +114,6 @@ class GhostClipper:
                 squared += squared_norms(parts, self.parameters[name].shape).float()
             if self.slow_parameters:
                 squared += self._slow_squared_norms(losses)
-                self._losses = losses
         finally:
             self._recorder.recording = True
         self._norms = squared.sqrt()
@@ -141,24 +145,23 @@ class GhostClipper:
         """The one backward pass, and what each call adds to each parameter; checked the first time."""
         n, calls = losses.shape[0], self._recorder.calls
         slow_before = set(self.slow_parameters)
-        key = (tuple(call.owner.name for call in calls), n > 1)
-        verify = key not in self._verified_calls
-        if verify and n > 1:
-            self._layouts.update(find_layouts(losses, calls, self._recorder.positions))
-        for call in calls:
-            if call.owner.rule is not None and self._layout_of(call, n) is None:
-                self.slow_parameters.update(call.owner.parameters.values())
-        grads = output_grads(losses.sum(), calls, keep_graph=verify or bool(self.slow_parameters))
+        key = (tuple(call.owner.name for call in calls), self.model.training, n > 1)
+        verify = key not in self._verified
+        decided = self._learn_layouts(losses) if verify and n > 1 else True
+        # The slow path needs the graph, and a fallback may end there.
+        keep_graph = verify or bool(self.slow_parameters) or not all(self._rule_applies(call, n) for call in calls)
+        grads = output_grads(losses.sum(), calls, keep_graph)
         contributions: dict[str, list[Contribution]] = {}
         for call, call_grads in zip(calls, grads, strict=True):
             for name, contribution in self._contributions_of(call, call_grads, n):
                 contributions.setdefault(name, []).append(contribution)
+        contributions = {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
         if verify:
             fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
             unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
-            if unexplained is not None:
-                self.slow_parameters.update(unexplained)
-                self._verified_calls |= {key, (key[0], False)}
+            self.slow_parameters.update(unexplained or [])
+            if unexplained is not None and decided:
+                self._verified |= {key, (*key[:2], False)}
         new = self.slow_parameters - slow_before
         if new:
             logger.warning(
@@ -167,6 +170,16 @@ class GhostClipper:
                 ", ".join(sorted(new)),
             )
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
+
+    def _learn_layouts(self, losses: Tensor) -> bool:
+        """Finds where the batch is in all outputs, refuses mixed examples; False where the next batch must tell."""
+        recorder = self._recorder
+        found = find_layouts(losses, recorder.calls, recorder.positions, recorder.shapes_without_last_example)
+        self._layouts.update(found.known)
+        for call in recorder.calls:
+            if any(call.slot(k) in found.batchless for k in range(len(call.edges))):
+                self.slow_parameters.update(call.owner.parameters.values())
+        return not found.undecided
 
     def _contributions_of(self, call: Call, grads: list[Tensor | None], n: int) -> Iterator[tuple[str, Contribution]]:
         wanted = {a: name for a, name in call.owner.parameters.items() if name not in self.slow_parameters}
@@ -184,19 +197,25 @@ class GhostClipper:
             if attribute in found:
                 yield name, found[attribute]
 
-    def _layout_of(self, call: Call, n: int) -> Layout | None:
-        """Where the batch is in this call, as found on the first batch or as the shapes say; None: nowhere."""
-        known = self._layouts.get(call.owner.name)
-        if call.output_shape is None or not isinstance(call.input, Tensor):
+    def _rule_applies(self, call: Call, n: int) -> bool:
+        layout = self._layout_of(call, n) if call.owner.rule is not None and isinstance(call.input, Tensor) else None
+        return layout is not None and layout.batch_first(call.input, n) is not None
+
+    def _layout_of(self, call: Call, n: int, output: int = 0) -> Layout | None:
+        """Where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
+        if output >= len(call.output_shapes):
             return None
-        for layout in fitting_layouts(call.output_shape, n, self._recorder.positions):
-            if known in (None, layout) and layout.batch_first(call.input, n) is not None:
-                return layout
-        return None
+        fitting = fitting_layouts(call.output_shapes[output], n, self._recorder.positions)
+        known = self._layouts.get(call.slot(output))
+        if known is not None:
+            return known if known in fitting else None
+        return fitting[0] if fitting and (n == 1 or len(fitting) == 1) else None
 
     def _by_rule(self, call: Call, grad: Tensor, n: int) -> dict[str, Contribution] | None:
-        assert call.owner.rule is not None
+        if not self._rule_applies(call, n):
+            return None if grad.any() else {}
         layout = self._layout_of(call, n)
+        assert call.owner.rule is not None
         assert layout is not None
         inputs, grad_by_example = layout.batch_first(call.input.detach(), n), layout.batch_first(grad, n)
         assert inputs is not None
@@ -205,10 +224,18 @@ class GhostClipper:
 
     def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
         size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
-        if is_random(call.owner.module) or n * size > _FALLBACK_ELEMENTS:
+        layouts = [Layout.BATCH_FIRST if g is None else self._layout_of(call, n, k) for k, g in enumerate(grads)]
+        axes = [layout.axis for layout in layouts if layout in (Layout.BATCH_FIRST, Layout.BATCH_SECOND)]
+        if is_random(call.owner.module) or n * size > _WRITTEN_ELEMENTS or len(axes) < len(grads):
             return None
+        sliced = batch_leaves(call.arguments, n)
+        # A leaf that once had another first axis than the batch has none now either, whatever its size is.
+        before = self._batch_leaves.setdefault(call.slot(), sliced)
+        if len(before) == len(sliced):
+            sliced = [now and then for now, then in zip(sliced, before, strict=True)]
+        self._batch_leaves[call.slot()] = sliced
         try:
-            return fallback_contributions(call.owner.module, call.arguments, grads, n)
+            return fallback_contributions(call.owner.module, call.arguments, sliced, grads, axes)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             logger.debug("the fallback cannot run %s alone: %s", call.owner, error)
             return None
@@ -242,25 +269,42 @@ class GhostClipper:
 
     # -- parameters that no module call explains ---------------------------------------------------------------------
 
+    def _slow_gradients(self, loss: Tensor) -> dict[str, Tensor]:
+        """∇loss over the slow parameters, whatever the other examples are."""
+        parameters = {name: self.parameters[name] for name in sorted(self.slow_parameters)}
+        found = quarantined_grad(loss, list(parameters.values()), allow_unused=True)
+        return {
+            name: torch.zeros_like(p) if grad is None else grad
+            for (name, p), grad in zip(parameters.items(), found, strict=True)
+        }
+
     def _slow_squared_norms(self, losses: Tensor) -> Tensor:
-        parameters = [self.parameters[name] for name in sorted(self.slow_parameters)]
-        squared = torch.zeros(losses.shape[0], device=losses.device)
+        """Also keeps these gradients as contributions or, where they are too large, the losses to find them again."""
+        assert self._contributions is not None
+        size = sum(self.parameters[name].numel() for name in self.slow_parameters)
+        written: dict[str, list[Tensor]] | None = None
+        if losses.shape[0] * size <= _WRITTEN_ELEMENTS:
+            written = {name: [] for name in self.slow_parameters}
+        squared = torch.full((losses.shape[0],), torch.nan, device=losses.device)
         for i, loss in enumerate(losses.unbind()):
-            for grad in torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True):
-                if grad is not None:
-                    squared[i] += grad.float().square().sum()
+            finite = bool(loss.isfinite())
+            grads = self._slow_gradients(loss) if finite else {}
+            if finite:
+                squared[i] = torch.stack([grad.float().square().sum() for grad in grads.values()]).sum()
+            for name, parts in (written or {}).items():
+                parts.append(grads[name] if finite else torch.full_like(self.parameters[name], torch.nan))
+        if written is None:
+            self._losses = losses
+        else:
+            self._contributions.update({name: [Dense(torch.stack(parts))] for name, parts in written.items()})
         return squared
 
     def _accumulate_slow(self, losses: Tensor, factors: Tensor, keep: Tensor) -> None:
-        parameters = [self.parameters[name] for name in sorted(self.slow_parameters)]
-        everyone = torch.arange(len(keep), device=keep.device)
+        # Factors are not put into the loss: half-precision parts of the graph would round them, some upwards.
         self._recorder.recording = False
-        for index in [everyone] if keep.all() else everyone[keep].unbind():
-            loss = (losses[index] * factors[index].to(losses.dtype)).sum()
-            grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-            for parameter, grad in zip(parameters, grads, strict=True):
-                if grad is not None:
-                    _add_to_grad(parameter, grad)
+        for i in keep.nonzero().flatten().tolist():
+            for name, grad in self._slow_gradients(losses[i]).items():
+                _add_to_grad(self.parameters[name], factors[i].to(grad.dtype) * grad)
         self._recorder.recording = True
 
 

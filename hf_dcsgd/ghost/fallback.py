@@ -36,18 +36,27 @@ def tensor_leaves(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
+def batch_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]], n: int) -> list[bool]:
+    """Which leaves of a call's arguments have the batch as their first axis, as far as shapes tell."""
+    return [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in tree_flatten(arguments)[0]]
+
+
 def fallback_contributions(
-    module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], output_grads: list[Tensor | None], n: int
+    module: nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    sliced: list[bool],
+    output_grads: list[Tensor | None],
+    axes: list[int],
 ) -> dict[str, Contribution]:
-    """Contributions of the parameters that `module` owns itself; RuntimeError where it cannot be run that way."""
+    """Contributions of the parameters that `module` owns itself; RuntimeError where it cannot be run that way.
+
+    `sliced` says which argument leaves are cut along their first axis, `axes` where the batch is in each output.
+    """
     parameters = {name: p.detach() for name, p in module._parameters.items() if p is not None and p.requires_grad}
     leaves, structure = tree_flatten(arguments)
     leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    sliced = [isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == n for leaf in leaves]
     used = [k for k, grad in enumerate(output_grads) if grad is not None]
-    grads = [grad for grad in output_grads if grad is not None]
-    if any(grad.shape[0] != n for grad in grads):
-        raise RuntimeError(f"an output of {type(module).__name__} does not have the batch first")
+    grads = [grad.movedim(axis, 0) for grad, axis in zip(output_grads, axes, strict=True) if grad is not None]
 
     def one_example(slices: list[Tensor], example_grads: list[Tensor]) -> dict[str, Tensor]:
         taken = iter(slices)
@@ -62,17 +71,22 @@ def fallback_contributions(
 
         evaluated = torch.func.vjp(forward, parameters)
         outputs, pullback = evaluated[0], evaluated[1]
-        cotangents = [g.unsqueeze(0).to(o.dtype) for g, o in zip(example_grads, outputs, strict=True)]
+        cotangents = [g.unsqueeze(axes[k]).to(o.dtype) for k, g, o in zip(used, example_grads, outputs, strict=True)]
         return pullback(cotangents)[0]
 
     slices = [leaf for leaf, is_sliced in zip(leaves, sliced, strict=True) if is_sliced]
-    return {name: Dense(value) for name, value in _over_examples(one_example, slices, grads, n).items()}
+    return {name: Dense(value) for name, value in _over_examples(one_example, slices, grads, module).items()}
 
 
-def _over_examples(one_example: Any, slices: list[Tensor], grads: list[Tensor], n: int) -> dict[str, Tensor]:
-    try:
-        return torch.func.vmap(one_example, randomness="error")(slices, grads)
-    except (RuntimeError, ValueError):
-        # Some kernels (nn.LSTM) and data-dependent branches cannot be vectorised: one example after the other.
-        each = [one_example([s[i] for s in slices], [g[i] for g in grads]) for i in range(n)]
-        return {name: torch.stack([grads_i[name] for grads_i in each]) for name in each[0]}
+def _over_examples(
+    one_example: Any, slices: list[Tensor], grads: list[Tensor], module: nn.Module
+) -> dict[str, Tensor]:
+    if not any(isinstance(child, nn.RNNBase) for child in module.modules()):
+        try:
+            return torch.func.vmap(one_example, randomness="error")(slices, grads)
+        except (RuntimeError, ValueError) as error:
+            if "randomness error mode" in str(error):
+                raise
+    # Recurrent kernels and data-dependent branches cannot be vectorised: one example after the other.
+    each = [one_example([s[i] for s in slices], [g[i] for g in grads]) for i in range(len(grads[0]))]
+    return {name: torch.stack([grads_i[name] for grads_i in each]) for name in each[0]}

@@ -12,6 +12,7 @@ class Layout(Enum):
     BATCH_FIRST = "batch first"
     BATCH_SECOND = "batch second"
     FLATTENED = "batch and positions in one axis"
+    FLATTENED_POSITION_FIRST = "positions and batch in one axis"
 
     def batch_first(self, value: Tensor, n: int) -> Tensor | None:
         """The same values as (n, ...), or None where they do not have this layout."""
@@ -19,7 +20,16 @@ class Layout(Enum):
             return value if value.dim() > 0 and value.shape[0] == n else None
         if self is Layout.BATCH_SECOND:
             return value.movedim(1, 0) if value.dim() > 1 and value.shape[1] == n else None
-        return value.unflatten(0, (n, -1)) if value.dim() > 1 and value.shape[0] % n == 0 else None
+        if value.dim() == 0 or value.shape[0] % n:
+            return None
+        if self is Layout.FLATTENED:
+            return value.unflatten(0, (n, -1))
+        return value.unflatten(0, (-1, n)).movedim(1, 0)
+
+    @property
+    def axis(self) -> int:
+        """The axis of the batch, or of the rows that it is part of."""
+        return 1 if self is Layout.BATCH_SECOND else 0
 
     def holds_only(self, grad: Tensor, n: int, k: int) -> bool:
         """Whether a gradient is zero outside of example k's slice."""
@@ -39,5 +49,5 @@ def fitting_layouts(shape: torch.Size, n: int, positions: int) -> list[Layout]:
     if len(shape) > 2 and shape[1] == n:
         fitting.append(Layout.BATCH_SECOND)
     if len(shape) == 2 and positions > 1 and shape[0] == n * positions:
-        fitting.append(Layout.FLATTENED)
+        fitting += [Layout.FLATTENED, Layout.FLATTENED_POSITION_FIRST]
     return fitting

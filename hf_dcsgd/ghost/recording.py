@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_dcsgd.ghost.fallback import tensor_leaves
 from hf_dcsgd.ghost.registry import Rule, rule_for
+
+Slot: TypeAlias = tuple[str, int, int]  # owner's name, which of its calls in one forward, which of its outputs
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Call:
     owner: Owner
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     edges: list[GradientEdge | None]
-    output_shape: torch.Size | None  # of the first output
+    output_shapes: list[torch.Size]
+    occurrence: int  # 0 for the owner's first call in this forward
 
     def __post_init__(self) -> None:
         self._input_version = _version(self.input)
@@ -44,6 +48,9 @@ class Call:
     def input(self) -> Any:
         args, kwargs = self.arguments
         return args[0] if args else next(iter(kwargs.values()), None)
+
+    def slot(self, output: int = 0) -> Slot:
+        return (self.owner.name, self.occurrence, output)
 
     def check_unchanged(self) -> None:
         if _version(self.input) != self._input_version:
@@ -87,12 +94,16 @@ class ForwardRecorder:
         self.calls: list[Call] = []
         self.batch_size: int | None = None
         self.positions = 1
+        self._seen: Counter[str] = Counter()
+        self._model_arguments: Any = None
 
     @property
     def installed(self) -> bool:
         return bool(self._handles)
 
     def install(self) -> None:
+        if self.installed:
+            raise RuntimeError("`with clipper:` cannot be nested in itself: each module call would count twice")
         self._handles.append(self._model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True))
         for owner in self._owners:
             if type(owner.module) is nn.Embedding:
@@ -108,8 +119,9 @@ class ForwardRecorder:
         self.forget()
 
     def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.recording:
+        if not (self.recording and torch.is_grad_enabled()):
             return
+        self._model_arguments = (args, kwargs)
         for leaf in tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 self.batch_size = leaf.shape[0]
@@ -128,15 +140,39 @@ class ForwardRecorder:
             if self.recording and torch.is_grad_enabled():
                 outputs = tensor_leaves(output)
                 edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
-                self.calls.append(Call(owner, (args, kwargs), edges, outputs[0].shape if outputs else None))
+                shapes = [t.shape for t in outputs]
+                self.calls.append(Call(owner, (args, kwargs), edges, shapes, self._seen[owner.name]))
+                self._seen[owner.name] += 1
 
         return record
 
+    def shapes_without_last_example(self) -> dict[Slot, torch.Size]:
+        """Output shapes of the same forward, run again with one example less; empty where that cannot be run.
 
-def output_grads(loss: Tensor, calls: list[Call], keep_graph: bool) -> list[list[Tensor | None]]:
+        An axis that keeps its size is not the batch, even if its size happened to be the batch size.
+        """
+        arguments, n = self._model_arguments, self.batch_size
+        again = ForwardRecorder(self._model, self._owners)
+        if arguments is None or n is None:
+            return {}
+        cut = tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, arguments)
+        again.install()
+        try:
+            self._model(*cut[0], **cut[1])
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return {}
+        else:
+            return {call.slot(k): shape for call in again.calls for k, shape in enumerate(call.output_shapes)}
+        finally:
+            again.remove()
+
+
+def output_grads(
+    loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = torch.autograd.grad
+) -> list[list[Tensor | None]]:
     """Gradients of the loss at every recorded output, call by call; one backward pass."""
     edges = [edge for call in calls for edge in call.edges if edge is not None]
-    found = torch.autograd.grad(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
+    found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
     remaining = iter(found)
     return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
 

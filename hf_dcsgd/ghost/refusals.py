@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+_INSTANCE_STATISTICS = nn.modules.instancenorm._InstanceNorm
 
 
 class UnsupportedModelError(ValueError):
@@ -40,8 +41,13 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         if owns_trainable or module.track_running_stats is False or module.training:
             return (
                 "normalises with statistics of the whole batch, so one record changes the gradient of the others; "
-                "replace it by nn.GroupNorm, or freeze it and put it into eval() mode"
+                "replace it by nn.GroupNorm, or freeze it and keep it in eval() mode (model.train() undoes that)"
             )
+    if isinstance(module, _INSTANCE_STATISTICS) and module.track_running_stats and module.training:
+        return (
+            "collects running statistics of the records, which no noise protects; make it with "
+            "track_running_stats=False, or keep it in eval() mode"
+        )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in module.parameters()):
         if module.max_norm is not None:
             return f"max_norm={module.max_norm} rewrites its weight during the forward; set max_norm=None"

@@ -2,48 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, weighted_sum
+from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, squared_norms, weighted_sum
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
-from hf_dcsgd.ghost.recording import Call, Owner, output_grads
+from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
+from hf_dcsgd.ghost.recording import Call, Owner, Slot, output_grads
 from hf_dcsgd.ghost.refusals import BatchCouplingError
 
 # How far the hooks' total may lie from autograd's before the hooks are taken to have missed a use.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
 
-def find_layouts(losses: Tensor, calls: list[Call], positions: int) -> dict[str, Layout]:
+@dataclass
+class FoundLayouts:
+    """`batchless` outputs only looked like batches; `undecided` ones had several layouts and no gradient to tell."""
+
+    known: dict[Slot, Layout] = field(default_factory=dict)
+    batchless: set[Slot] = field(default_factory=set)
+    undecided: set[Slot] = field(default_factory=set)
+
+
+def find_layouts(
+    losses: Tensor, calls: list[Call], positions: int, smaller_shapes: Callable[[], Mapping[Slot, torch.Size]]
+) -> FoundLayouts:
     """Where the batch is in each owner's outputs, found by differentiating single examples' losses.
 
     What example k's loss touches must be slice k of each output; a loss that touches other slices is refused. Two
     examples are probed, because one alone cannot tell (batch, position) from (position, batch) when only one position
-    matters. Outputs that have no batch (a table of relative positions) are left out.
+    matters; more where two leave a doubt. Outputs of other shapes have no batch (a table of relative positions), and
+    those that have such a shape by accident are told apart by `smaller_shapes`: the forward with one example less.
     """
     n = losses.shape[0]
-    possible: dict[str, list[Layout]] = {}
-    coupled: dict[str, Owner] = {}
-    for k in (0, n - 1):
-        for call, grads in zip(calls, output_grads(losses[k], calls, keep_graph=True), strict=True):
-            for grad in grads:
-                fitting = [] if grad is None else fitting_layouts(grad.shape, n, positions)
-                if grad is None or not fitting or not grad.isfinite().all() or not grad.any():
+    possible = {
+        call.slot(k): fitting
+        for call in calls
+        for k, shape in enumerate(call.output_shapes)
+        if (fitting := fitting_layouts(shape, n, positions))
+    }
+    touched: set[Slot] = set()
+    finite = losses.detach().isfinite().nonzero().flatten().tolist()
+    refuted: dict[Slot, tuple[Owner, list[Layout]]] = {}
+    for probe, example in enumerate(dict.fromkeys([*finite[:1], *finite[-1:], *finite])):
+        if probe >= 2 and all(len(layouts) == 1 for layouts in possible.values()):
+            break
+        for call, grads in zip(calls, output_grads(losses[example], calls, True, quarantined_grad), strict=True):
+            for slot, grad in ((call.slot(k), grad) for k, grad in enumerate(grads)):
+                if grad is None or slot not in possible or not grad.any():
                     continue
-                before = possible.get(call.owner.name, fitting)
-                after = [layout for layout in before if layout.holds_only(grad, n, k)]
-                possible[call.owner.name] = after
-                if Layout.BATCH_FIRST in before and not after:
-                    coupled[call.owner.name] = call.owner
+                touched.add(slot)
+                holding = [layout for layout in possible[slot] if layout.holds_only(grad, n, example)]
+                if not holding:
+                    refuted[slot] = (call.owner, possible.pop(slot))
+                else:
+                    possible[slot] = holding
+    batchless = _batchless_or_refuse(refuted, calls, smaller_shapes) if refuted else set()
+    decided = {slot: layouts[0] for slot, layouts in possible.items() if len(layouts) == 1}
+    doubtful = {slot for slot in possible if slot not in decided}
+    return FoundLayouts(decided, batchless | (doubtful & touched), doubtful - touched)
+
+
+def _batchless_or_refuse(
+    refuted: Mapping[Slot, tuple[Owner, list[Layout]]],
+    calls: list[Call],
+    smaller_shapes: Callable[[], Mapping[Slot, torch.Size]],
+) -> set[Slot]:
+    """The slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
+    shapes = {call.slot(k): shape for call in calls for k, shape in enumerate(call.output_shapes)}
+    smaller = smaller_shapes()
+    batchless = {
+        slot
+        for slot, (_, layouts) in refuted.items()
+        if slot in smaller and all(smaller[slot][x.axis] == shapes[slot][x.axis] for x in layouts)
+    }
+    coupled = {str(owner): None for slot, (owner, _) in refuted.items() if slot not in batchless}
     if coupled:
         raise BatchCouplingError(
             "the loss of one example depends on other examples of its batch, so clipping bounds nothing. Seen in the "
-            "gradients of:\n" + "\n".join(f"  {owner}" for owner in coupled.values()) + "\nUse a loss and modules "
+            "gradients of:\n" + "\n".join(f"  {owner}" for owner in coupled) + "\nUse a loss and modules "
             "that treat each example alone (no in-batch negatives, no batch statistics, no balancing over the batch)."
         )
-    return {name: layouts[0] for name, layouts in possible.items() if layouts}
+    return batchless
 
 
 def unexplained_parameters(
@@ -51,16 +94,23 @@ def unexplained_parameters(
 ) -> list[str] | None:
     """Parameters whose total gradient is not the sum of their contributions: they have a use that no hook saw.
 
-    None when the batch cannot tell, because a gradient in it is not finite.
+    Only examples with a finite gradient are looked at; None when there is none.
     """
-    expected = torch.autograd.grad(losses.sum(), list(parameters.values()), retain_graph=True, allow_unused=True)
-    if any(grad is not None and not grad.isfinite().all() for grad in expected):
+    keep = losses.detach().isfinite()
+    for name, parts in contributions.items():
+        if name in parameters:
+            keep &= squared_norms(parts, parameters[name].shape).isfinite()
+    index = keep.nonzero().flatten()
+    if not len(index):
         return None
-    ones = torch.ones_like(losses, dtype=torch.float32)
+    expected = quarantined_grad(losses[index].sum(), list(parameters.values()), allow_unused=True)
+    if not all(grad is None or is_finite(grad) for grad in expected):
+        return None
+    ones = torch.ones(len(index), device=losses.device)
     tolerance = max(_TOLERANCE[dtype] for dtype in {losses.dtype, *_dtypes(contributions)})
     unexplained = []
     for name, grad in zip(parameters, expected, strict=True):
-        parts = contributions.get(name)
+        parts = [part.select(index) for part in contributions.get(name, [])]
         total = torch.zeros_like(parameters[name]) if grad is None else grad
         found = weighted_sum(parts, ones, total.shape) if parts else torch.zeros_like(total)
         if (found - total).norm() > tolerance * total.norm() + 1e-6:
