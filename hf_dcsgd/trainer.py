@@ -244,7 +244,8 @@ class DCSGDTrainer(Trainer):
         if callable(optimizer_mode):
             optimizer_mode()
         shown_loss = torch.zeros((), device=self.args.device)
-        for piece in cut(self._prepare_inputs(inputs), self.args.per_device_train_batch_size):
+        # Transformers refuses an empty batch, which here is a draw like any other.
+        for piece in cut(self._prepare_inputs(inputs) if inputs else {}, self.args.per_device_train_batch_size):
             loss_sum = self._clip_and_accumulate(piece)
             if RAW_TRAIN_LOSS in self.plan.opt_outs:
                 shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
