@@ -1,0 +1,181 @@
+"""The plan: every number from the same source, nothing silent, round trips."""
+
+import json
+import math
+
+import dp_accounting
+import pytest
+
+from hf_dcsgd import accounting
+from hf_dcsgd.plan import PrivacyPlan
+from hf_dcsgd.thresholds import STRATEGIES, build_threshold
+
+QNLI = {"dataset_size": 104743, "expected_batch_size": 256, "steps": 2045, "num_parameters": 100_000}
+
+
+def make(**arguments):
+    return PrivacyPlan.create(**({**QNLI, "noise_multiplier": 0.75} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "sigma", "grad_sigma"), [(2, 0.75093, 0.75954), (4, 0.60082, 0.60520), (8, 0.48978, 0.49214)]
+)
+def test_paper_budget(epsilon, sigma, grad_sigma):
+    plan = make(noise_multiplier=None, target_epsilon=epsilon)
+    assert plan.noise_multiplier == pytest.approx(sigma, abs=6e-6)
+    assert plan.grad_noise_multiplier == pytest.approx(grad_sigma, abs=6e-6)
+    assert plan.histogram_noise_multiplier == 5
+    assert plan.delta == 1 / 104743
+    assert plan.sampling_rate == 256 / 104743
+    assert epsilon - 1e-3 < plan.epsilon() <= epsilon
+
+
+def test_theorem_1():
+    plan = make(noise_multiplier=1.0, histogram_noise_multiplier=5.0)
+    assert plan.grad_noise_multiplier == pytest.approx(1.0206207262, abs=1e-10)
+
+
+def test_andrew_uses_twice_the_std_of_the_count():
+    plan = make(clipping="andrew", noise_multiplier=0.75)
+    assert plan.settings["andrew_noise_multiplier"] == 12.8
+    assert plan.side_noise_multipliers == {"2*andrew_noise_multiplier": 25.6}
+    assert plan.grad_noise_multiplier**-2 == pytest.approx(0.75**-2 - 25.6**-2)
+
+
+def test_loss_takes_its_share():
+    plan = make(loss_clip=4.0, loss_noise_multiplier=7.0)
+    assert plan.side_noise_multipliers == {"histogram_noise_multiplier": 5.0, "loss_noise_multiplier": 7.0}
+    assert plan.grad_noise_multiplier**-2 == pytest.approx(0.75**-2 - 5.0**-2 - 7.0**-2)
+    assert make(loss_clip=4.0).loss_noise_multiplier == 5.0
+    assert make().loss_noise_multiplier is None
+
+
+@pytest.mark.parametrize("clipping", STRATEGIES)
+@pytest.mark.parametrize("loss_clip", [None, 3.0])
+def test_the_event_costs_what_the_plan_says(clipping, loss_clip):
+    plan = make(clipping=clipping, loss_clip=loss_clip)
+    orders = [1.5, 2, 4, 8, 16, 32, 64]
+    composed = dp_accounting.rdp.RdpAccountant(orders)
+    composed.compose(plan.step_event, plan.steps)
+    single = dp_accounting.rdp.RdpAccountant(orders)
+    single.compose(
+        dp_accounting.PoissonSampledDpEvent(plan.sampling_rate, dp_accounting.GaussianDpEvent(0.75)), plan.steps
+    )
+    assert composed.get_epsilon(plan.delta) == pytest.approx(single.get_epsilon(plan.delta), rel=1e-9)
+    # Nothing larger than σ may reach the accountant.
+    assert plan.epsilon() == accounting.epsilon_spent(
+        noise_multiplier=0.75, sampling_rate=plan.sampling_rate, steps=2045, delta=plan.delta
+    )
+
+
+@pytest.mark.parametrize("clipping", STRATEGIES)
+def test_the_threshold_asks_for_the_noise_that_is_accounted(clipping):
+    plan = make(clipping=clipping)
+    query = build_threshold(plan).side_query
+    asked = [] if query is None else [query.noise_multiplier]
+    assert asked == list(plan.side_noise_multipliers.values())
+
+
+@pytest.mark.parametrize("clipping", STRATEGIES)
+def test_round_trip(clipping):
+    plan = make(clipping=clipping, loss_clip=2.0, world_size=2, gradient_accumulation_steps=4, unsafe_noise_seed=3)
+    restored = PrivacyPlan.from_dict(json.loads(json.dumps(plan.to_dict(), allow_nan=False)))
+    assert restored == plan
+    assert restored.differences(plan) == {}
+    json.dumps(plan.privacy_dict(), allow_nan=False)
+    with pytest.raises(ValueError, match="got also surprise"):
+        PrivacyPlan.from_dict(plan.to_dict() | {"surprise": 1})
+
+
+def test_defaults_of_the_paper():
+    error, percentile = make(clipping="dc_sgd_e"), make(clipping="dc_sgd_p")
+    assert error.settings == {"clip_threshold": 1.0, "histogram_bins": 20, "histogram_range": 20.0}
+    assert percentile.settings == error.settings | {"percentile": 0.5, "histogram_range": 1.0}
+    assert PrivacyPlan.create(**QNLI, noise_multiplier=1.0).clipping == "dc_sgd_e"
+    for sigma, expected in ((1.9, 5), (2.0, 8), (3.0, 8), (3.1, 12)):
+        assert make(noise_multiplier=sigma).histogram_noise_multiplier == expected
+
+
+def test_differences_name_what_changed():
+    plan = make(clipping="dc_sgd_p")
+    assert plan.differences(make(clipping="dc_sgd_p", world_size=4, gradient_accumulation_steps=8)) == {}
+    assert plan.differences(make(clipping="dc_sgd_p", percentile=0.7)) == {"percentile": (0.5, 0.7)}
+    changed = plan.differences(make(clipping="fixed", noise_multiplier=0.8, expected_batch_size=128))
+    assert changed["noise_multiplier"] == (0.75, 0.8)
+    assert changed["expected_batch_size"] == (256, 128)
+    assert changed["clipping"] == ("dc_sgd_p", "fixed")
+    assert changed["histogram_noise_multiplier"] == (5.0, None)
+    assert plan.differences(make(clipping="dc_sgd_p", unsafe_noise_seed=1)).keys() == {"unsafe_noise_seed", "opt_outs"}
+
+
+def test_every_number_is_privacy_relevant_but_the_layout():
+    ignored = make().to_dict().keys() - make().privacy_dict().keys()
+    assert ignored == {"world_size", "gradient_accumulation_steps", "settings"}
+
+
+def test_what_voids_the_guarantee_is_said():
+    plan = make(noise_multiplier=0.0)
+    assert plan.opt_outs == ("zero_noise",)
+    assert plan.epsilon() == math.inf
+    assert "nothing is private" in plan.describe()
+    seeded = make(unsafe_noise_seed=1, opt_outs=("raw_loss_logged",))
+    assert seeded.opt_outs == ("raw_loss_logged", "unsafe_noise_seed")
+    assert "unsafe_noise_seed is set" in seeded.describe()
+    assert "raw_loss_logged" in seeded.describe()
+    assert "WARNING" not in make().describe()
+    for silent in ({"noise_multiplier": 0.0}, {"unsafe_noise_seed": 1}):
+        with pytest.raises(ValueError, match="in opt_outs"):
+            PrivacyPlan.from_dict(make().to_dict() | silent)
+
+
+def test_description_shows_the_numbers():
+    text = make(noise_multiplier=None, target_epsilon=2).describe()
+    for shown in ("ε ≤ 2 ", "9.547e-06", "rdp", "2045 steps", "256/104743", "0.75093", "0.75954", "dc_sgd_e"):
+        assert shown in text
+    assert "smaller one is better practice" in text
+    assert "better practice" not in make(target_delta=1e-6).describe()
+    assert "25.6" in make(clipping="andrew").describe()
+
+
+def test_epsilon_after_some_steps_and_by_the_other_accountant():
+    plan = make()
+    assert plan.epsilon(0) == 0
+    assert 0 < plan.epsilon(100) < plan.epsilon(1000) < plan.epsilon() == plan.epsilon(2045)
+    assert plan.epsilon(accountant="pld") <= plan.epsilon(accountant="rdp")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"histogram_noise_multiplier": 0.5}, "histogram_noise_multiplier > noise_multiplier, got 0.5 and 0.75"),
+        ({"histogram_noise_multiplier": 0.75}, "histogram_noise_multiplier > noise_multiplier, got 0.75 and 0.75"),
+        ({"histogram_noise_multiplier": 0.0}, "histogram_noise_multiplier > 0, got 0.0"),
+        ({"clipping": "andrew", "andrew_noise_multiplier": 0.3}, r"2\*andrew_noise_multiplier > noise_mult.* 0.6 and"),
+        ({"clipping": "andrew", "andrew_noise_multiplier": 0.0}, "andrew_noise_multiplier > 0, got 0"),
+        ({"target_epsilon": 2.0}, "either target_epsilon or noise_multiplier, got 2.0 and 0.75"),
+        ({"noise_multiplier": None}, "either target_epsilon or noise_multiplier, got None and None"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier >= 0, got -1.0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier >= 0, got nan"),
+        ({"target_delta": 1.0}, "delta < 1, got 1.0"),
+        ({"target_delta": 0.0}, "0 < delta < 1, got 0.0"),
+        ({"expected_batch_size": 104744}, "expected_batch_size <= dataset_size, got 104744 and 104743"),
+        ({"dataset_size": 0}, "dataset_size >= 1, got 0"),
+        ({"steps": 0}, "steps >= 1, got 0"),
+        ({"steps": 2.5}, "steps >= 1, got 2.5"),
+        ({"num_parameters": 0}, "num_parameters >= 1, got 0"),
+        ({"accountant": "moments"}, "one of rdp, pld, got 'moments'"),
+        ({"clipping": "quantile"}, "one of fixed, .*, got 'quantile'"),
+        ({"loss_noise_multiplier": 5.0}, "both or neither of loss_clip and loss_noise_multiplier, got None and 5.0"),
+        ({"loss_clip": -1.0}, "loss_clip > 0, got -1.0"),
+        ({"histogram_range": math.inf}, "finite histogram_range, got inf"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
+
+
+def test_zero_is_not_taken_for_a_missing_value():
+    for arguments in ({"histogram_range": 0.0}, {"clip_threshold": 0.0}, {"histogram_bins": 0}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            build_threshold(make(**arguments))
