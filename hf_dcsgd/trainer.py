@@ -26,10 +26,11 @@ from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, r
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
+from hf_dcsgd.losses import checked_user_losses, per_example_losses, require_separable_losses, split_labels
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.parity import check_parity, synthetic_like
 from hf_dcsgd.processes import on_main_process, require_agreement
+from hf_dcsgd.randomness import public_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
 
@@ -58,7 +59,8 @@ class DCSGDTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func returns one loss for a whole batch (normalised by num_items_in_batch), which "
-                "cannot be clipped per example; pass per_example_loss_func(outputs, labels) -> tensor of shape (n,) instead"
+                "cannot be clipped per example; pass per_example_loss_func(outputs, labels), which returns a tensor of "
+                "shape (n,), instead"
             )
         for method in ("compute_loss", "get_train_dataloader", "_get_train_sampler", "training_step"):
             if getattr(type(self), method) is not getattr(DCSGDTrainer, method):
@@ -160,7 +162,15 @@ class DCSGDTrainer(Trainer):
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], None]:
         """The micro-batches of one logical batch; their items are not counted, since no loss is divided by them."""
-        return list(islice(epoch_iterator, num_batches)), None
+        self._forget_unfinished_batch()
+        with public_randomness(self.args.device):
+            return list(islice(epoch_iterator, num_batches)), None
+
+    def _forget_unfinished_batch(self) -> None:
+        """A callback may end an epoch within a logical batch, whose records could be drawn again for the next one."""
+        if self.mechanism is not None:
+            self.mechanism.discard()
+        self.model.zero_grad()
 
     # -- the start of a run ------------------------------------------------------------------------------------------
 
@@ -223,12 +233,18 @@ class DCSGDTrainer(Trainer):
     def _check_parity(self) -> None:
         assert self.clipper is not None
         rows, collate = self._rows_and_collator()
-        collated = self._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
+        with public_randomness(self.args.device):
+            collated = self._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
         special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
         batch = synthetic_like(self.model, collated, special)
         self.model.eval()
         try:
             with self.compute_loss_context_manager():
+                if self.per_example_loss_func is not None:
+                    with torch.no_grad():
+                        model_inputs, labels = self._split(batch)
+                        outputs = self.model(**model_inputs)
+                    require_separable_losses(self.per_example_loss_func, outputs, labels, batch_length(batch))
                 check_parity(self.clipper, lambda: self._losses(batch)[0], 5e-2 if self.args.bf16 else 1e-3)
         finally:
             self._train_mode()
@@ -245,10 +261,11 @@ class DCSGDTrainer(Trainer):
             optimizer_mode()
         shown_loss = torch.zeros((), device=self.args.device)
         # Transformers refuses an empty batch, which here is a draw like any other.
-        for piece in cut(self._prepare_inputs(inputs) if inputs else {}, self.args.per_device_train_batch_size):
-            loss_sum = self._clip_and_accumulate(piece)
-            if RAW_TRAIN_LOSS in self.plan.opt_outs:
-                shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
+        with public_randomness(self.args.device):
+            for piece in cut(self._prepare_inputs(inputs) if inputs else {}, self.args.per_device_train_batch_size):
+                loss_sum = self._clip_and_accumulate(piece)
+                if RAW_TRAIN_LOSS in self.plan.opt_outs:
+                    shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
         if self.accelerator.sync_gradients:
             noisy_loss = self._release()
             if noisy_loss is not None:
@@ -282,13 +299,15 @@ class DCSGDTrainer(Trainer):
 
     def _losses(self, inputs: Batch) -> tuple[Tensor, Any]:
         """Per-example losses of a batch, and the model's outputs; labels are kept out of the forward."""
-        label_names = self.label_names if self.args.label_names else None
-        model_inputs, labels = split_labels(self.model, inputs, label_names)
+        model_inputs, labels = self._split(inputs)
         outputs = self.model(**model_inputs)
         if self.per_example_loss_func is not None:
             return checked_user_losses(self.per_example_loss_func, outputs, labels, batch_length(inputs)), outputs
         smoothing = self.args.label_smoothing_factor
         return per_example_losses(self.model, outputs, labels, label_smoothing=smoothing), outputs
+
+    def _split(self, inputs: Batch) -> tuple[Batch, Any]:
+        return split_labels(self.model, inputs, self.label_names if self.args.label_names else None)
 
     def _train_mode(self) -> None:
         """`model.train()`, but frozen BatchNorm keeps its stored statistics: those of a batch would mix examples."""

@@ -1,0 +1,83 @@
+"""Attempts to refute the guarantee: four levels, on the audit's own trainer or on yours.
+
+| level | what it does                                                                                    |
+|-------|-------------------------------------------------------------------------------------------------|
+| L0    | replays a step on neighbouring batches without noise: sensitivities, number and scale of draws   |
+| L1    | measures the noise itself: scale, distribution, repetition                                       |
+| L2    | plays the adversary: tells batches with and without a canary apart, and bounds μ from below      |
+| L3    | L0 and L1 over two processes                                                                     |
+
+`audit_trainer(trainer)` runs L0 and L1 on a trainer of yours; `audit_strategy(clipping)` all of L0 to L2 on the
+audit's own linear model, where gradients are exactly what the rows say. Nothing is charged, nothing is released.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from hf_dcsgd.audit.distinguishing import TRIALS, distinguishing_findings
+from hf_dcsgd.audit.findings import AuditReport, Finding
+from hf_dcsgd.audit.noise_scale import DRAWS, noise_findings
+from hf_dcsgd.audit.probe import canary, direction, opposed_background, probe_trainer
+from hf_dcsgd.audit.replay import replay_findings, sampler_findings
+from hf_dcsgd.trainer import DCSGDTrainer
+
+__all__ = ["AuditReport", "Finding", "audit_strategy", "audit_trainer", "probe_canaries"]
+
+_PROBE_DIMENSIONS_L1 = 50_000
+
+
+def probe_canaries() -> list[tuple[str, Any]]:
+    """Rows for the audit's own model: huge, tiny, sideways, not a number, infinite."""
+    return [
+        ("a canary of huge norm", canary(1e4)),
+        ("a canary beyond half precision", canary(1e6)),
+        ("a canary just above the threshold", canary(4.001)),
+        ("a canary of tiny norm", canary(1e-6)),
+        ("a canary along the background", direction(-1e4)),
+        ("a canary sideways", direction(1e4, axis=4)),
+        ("a NaN canary", direction(math.nan)),
+        ("an infinite canary", direction(math.inf)),
+    ]
+
+
+def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draws: int = DRAWS) -> list[AuditReport]:
+    """L0 and L1 on your trainer: each of a few rows in turn plays the canary against the others.
+
+    `rows` are examples as the data collator takes them; by default the first ones of the training set.
+    """
+    taken = list(rows) if rows is not None else _first_rows(trainer, 9)
+    subject = f"{type(trainer.model).__name__}, {trainer.args.clipping}"
+    replayed = AuditReport("L0", subject)
+    for k in range(min(4, len(taken))):
+        others = [*taken[:k], *taken[k + 1 :]]
+        replayed.extend(replay_findings(trainer, others, [(f"row {k}", taken[k])]))
+    replayed.extend(sampler_findings(trainer))
+    return [replayed, AuditReport("L1", subject, noise_findings(trainer, draws))]
+
+
+def audit_strategy(clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int = TRIALS) -> list[AuditReport]:
+    """The audit's own linear model through `DCSGDTrainer`, with the given strategy."""
+    reports = []
+    with tempfile.TemporaryDirectory() as folder:
+        if 0 in levels:
+            trainer = probe_trainer(folder, clipping)
+            findings = replay_findings(trainer, opposed_background(), probe_canaries())
+            reports.append(AuditReport("L0", clipping, [*findings, *sampler_findings(trainer)]))
+        if 1 in levels:
+            reports.append(
+                AuditReport("L1", clipping, noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1)))
+            )
+        if 2 in levels:
+            reports.append(
+                AuditReport("L2", clipping, distinguishing_findings(probe_trainer(folder, clipping), trials))
+            )
+    return reports
+
+
+def _first_rows(trainer: DCSGDTrainer, count: int) -> list[Any]:
+    rows, _ = trainer._rows_and_collator()
+    return [rows[k] for k in range(min(count, len(rows)))]

@@ -1,0 +1,89 @@
+"""A trainer made for auditing: a linear model whose per-example gradient is whatever the row says.
+
+The loss of a row is ⟨weights, features⟩, so its gradient is exactly its features: a canary of any size and direction
+can be put against any background, and yet everything runs through `DCSGDTrainer` as in a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dcsgd.trainer import DCSGDTrainer
+from hf_dcsgd.training_args import DCSGDTrainingArguments
+
+Row = dict[str, Tensor]
+
+DIMENSIONS = 6
+CLIP_THRESHOLD = 4.0  # not 1, which would hide a missing scaling
+NOISE_MULTIPLIER = 1.0
+SIDE_NOISE_MULTIPLIER = 1.25  # so that σ_T = 5/3 exactly
+EXPECTED_BATCH_SIZE = 16
+MICRO_BATCHES = 2
+
+
+class LinearModel(nn.Module):
+    """Two parameters, so that noise can be compared between tensors."""
+
+    def __init__(self, dimensions: int = DIMENSIONS) -> None:
+        super().__init__()
+        self.first = nn.Linear(dimensions // 2, 1, bias=False)
+        self.second = nn.Linear(dimensions - dimensions // 2, 1, bias=False)
+
+    def forward(self, features: Tensor) -> Tensor:
+        split = self.first.in_features
+        return (self.first(features[:, :split]) + self.second(features[:, split:])).squeeze(1)
+
+
+def linear_losses(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs * labels
+
+
+def row(features: Sequence[float]) -> Row:
+    return {"features": torch.tensor(features, dtype=torch.float32), "labels": torch.tensor(1.0)}
+
+
+def direction(size: float, axis: int = 0, dimensions: int = DIMENSIONS) -> Row:
+    """A row whose gradient points along one axis."""
+    return row([size if k == axis else 0.0 for k in range(dimensions)])
+
+
+def opposed_background(count: int = EXPECTED_BATCH_SIZE - 1) -> list[Row]:
+    """Rows that point against a canary along the first axis, from far below the threshold to far above it."""
+    sizes = [CLIP_THRESHOLD * 10 ** (-2 + 4 * k / max(1, count - 1)) for k in range(count)]
+    return [direction(-size) for size in sizes]
+
+
+def canary(size: float = 1e4) -> Row:
+    return direction(size)
+
+
+def probe_trainer(output_dir: str, clipping: str, dimensions: int = DIMENSIONS, **options: Any) -> DCSGDTrainer:
+    """A trainer for the audit's setting: σ = 1, side multiplier 1.25, C = 4, B = 16 in two micro-batches."""
+    world_size = int(torch.distributed.get_world_size()) if torch.distributed.is_initialized() else 1
+    settings: dict[str, Any] = {
+        "clipping": clipping,
+        "noise_multiplier": NOISE_MULTIPLIER,
+        "histogram_noise_multiplier": SIDE_NOISE_MULTIPLIER,
+        "andrew_noise_multiplier": SIDE_NOISE_MULTIPLIER / 2,
+        "clip_threshold": CLIP_THRESHOLD,
+        "per_device_train_batch_size": EXPECTED_BATCH_SIZE // MICRO_BATCHES // world_size,
+        "gradient_accumulation_steps": MICRO_BATCHES,
+        "max_steps": 1_000_000,
+        "trainable_layers": "all",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "disable_tqdm": True,
+        **options,
+    }
+    return DCSGDTrainer(
+        LinearModel(dimensions),
+        DCSGDTrainingArguments(output_dir, **settings),
+        train_dataset=[direction(1.0) for _ in range(10 * EXPECTED_BATCH_SIZE)],
+        per_example_loss_func=linear_losses,
+    )
