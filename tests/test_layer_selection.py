@@ -11,6 +11,7 @@ import transformers as hf
 from architectures import ARCHITECTURES, ENCODER, HIDDEN, LAYERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 from torch import nn
 
 from hf_dcsgd.layer_selection import DEFAULT_LAYERS, PRESETS, select_trainable_layers
@@ -244,6 +245,14 @@ def test_presets_are_refused_for_peft_models_and_leave_them_alone(expression: st
         with pytest.raises(ValueError, match=r'peft adapters.*trainable_layers="as_is"'):
             select_trainable_layers(model, expression)
         assert trainable(model) == before
+
+
+def test_presets_are_refused_for_adapters_added_by_transformers() -> None:
+    model = ARCHITECTURES["bert"].build()
+    model.add_adapter(LoraConfig(target_modules=["query"]))
+    with pytest.raises(ValueError, match="peft adapters"):
+        select_trainable_layers(model)
+    assert all("lora" in name for name in select_trainable_layers(model, "as_is"))
 
 
 def test_peft_models_may_be_selected_from_by_name() -> None:

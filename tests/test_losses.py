@@ -246,6 +246,10 @@ class PlainPretrained(hf.BertPreTrainedModel):
     pass
 
 
+class DecoderOnlyForConditionalGeneration(hf.BertPreTrainedModel):
+    """As models from images to text are called: they shift labels, and are not seq2seq."""
+
+
 def test_the_kind_is_found_under_wrappers_and_in_ancestors() -> None:
     model = ARCHITECTURES["lora_llama"].build()
     assert loss_kind(nn.DataParallel(model)) == "causal_lm"
@@ -266,6 +270,7 @@ def test_a_classifier_without_labels_at_hand_is_taken_for_single_label() -> None
         lambda: hf.BertForPreTraining(hf.BertConfig(**ENCODER)),
         lambda: hf.BertForMultipleChoice(hf.BertConfig(**ENCODER)),
         lambda: PlainPretrained(hf.BertConfig(**ENCODER)),
+        lambda: DecoderOnlyForConditionalGeneration(hf.BertConfig(**ENCODER)),
         lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8)),
         lambda: hf.BartForCausalLM(hf.BartConfig(vocab_size=9, d_model=16, decoder_layers=1, decoder_ffn_dim=8)),
     ],
