@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +83,7 @@ def cut(batch: Batch, largest: int) -> list[Batch]:
     bounds = [n * k // pieces for k in range(pieces + 1)]
     return [
         {key: value[start:end] if _has_rows(value, n) else value for key, value in batch.items()}
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in pairwise(bounds)
     ]
 
 

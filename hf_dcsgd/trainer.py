@@ -59,8 +59,8 @@ class DCSGDTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "compute_loss_func returns one loss for a whole batch (normalised by num_items_in_batch), which "
-                "cannot be clipped per example; pass per_example_loss_func(outputs, labels), which returns a tensor of "
-                "shape (n,), instead"
+                "cannot be clipped per example; pass per_example_loss_func(outputs, labels), which returns a "
+                "tensor of shape (n,), instead"
             )
         for method in ("compute_loss", "get_train_dataloader", "_get_train_sampler", "training_step"):
             if getattr(type(self), method) is not getattr(DCSGDTrainer, method):
