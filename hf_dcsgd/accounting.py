@@ -108,9 +108,19 @@ def planned_steps(dataset_size: int, expected_batch_size: int, epochs: float) ->
 
 
 def epsilon_spent(
-    *, noise_multiplier: float, sampling_rate: float, steps: int, delta: float, accountant: str = "rdp"
+    *,
+    noise_multiplier: float,
+    sampling_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "rdp",
+    coarser: float = 1.0,
 ) -> float:
-    """ε at `delta` after `steps` steps with multiplier σ: an upper bound, 0 for no steps, inf for σ = 0."""
+    """ε at `delta` after `steps` steps with multiplier σ: an upper bound, 0 for no steps, inf for σ = 0.
+
+    For curves and second opinions, `coarser` > 1 widens the grid of the PLD accountant by that factor: about as much
+    faster, and still an upper bound (ten times coarser adds less than 1e-3 at the paper's settings).
+    """
     sigma = require_non_negative("noise_multiplier", noise_multiplier)
     rate = _require_sampling_rate(sampling_rate)
     steps = require_count("steps", steps, minimum=0)
@@ -122,7 +132,7 @@ def epsilon_spent(
         return math.inf
     if accountant == "rdp":
         return _rdp_epsilon(sigma, rate, steps, delta, RDP_ORDERS)[0]
-    return _pld_epsilon(sigma, rate, steps, delta, _pld_interval(sigma, rate, steps))
+    return _pld_epsilon(sigma, rate, steps, delta, coarser * _pld_interval(sigma, rate, steps))
 
 
 def calibrate_noise_multiplier(
