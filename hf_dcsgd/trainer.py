@@ -29,7 +29,14 @@ from hf_dcsgd.ledger import PrivacyLedger
 from hf_dcsgd.losses import checked_user_losses, per_example_losses, require_separable_losses, split_labels
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.parity import check_parity, synthetic_like
-from hf_dcsgd.processes import on_main_process, require_agreement
+from hf_dcsgd.processes import (
+    on_main_process,
+    public_numbers,
+    refuse_lone_processes,
+    refuse_sharding_environment,
+    refuse_split_model,
+    require_agreement,
+)
 from hf_dcsgd.randomness import public_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
@@ -92,13 +99,9 @@ class DCSGDTrainer(Trainer):
                 f"{self.args.n_gpu} GPUs in one process (nn.DataParallel) split batches behind the clipping; start "
                 "one process per GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES to one GPU"
             )
-        for name, enabled in (("FSDP", self.is_fsdp_enabled), ("DeepSpeed", self.is_deepspeed_enabled)):
-            if enabled:
-                raise ValueError(
-                    f"{name} shards parameters and gradients, so that no rank has a whole per-example gradient and "
-                    "noise cannot enter exactly once; use plain data parallelism (accelerate launch --multi_gpu) and, "
-                    "for memory, trainable_layers or LoRA"
-                )
+        refuse_sharding_environment()
+        refuse_lone_processes(self.args.world_size)
+        refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
         if self.train_dataset is not None:
             map_style_length(self.train_dataset)
 
@@ -177,11 +180,15 @@ class DCSGDTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         assert self.plan is not None
+        # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
+        numbers = public_numbers(self.plan, self.args, self.model) | {"max_steps": max_steps}
+        if resume_from_checkpoint is not None:
+            numbers["checkpoint"] = (self.state.global_step, saved_privacy_state(self.state))
+        require_agreement(numbers)
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
-        require_agreement(self.plan)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._train_mode()
         self.clipper = GhostClipper(self.model)
         self._check_parity()
