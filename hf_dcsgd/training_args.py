@@ -15,6 +15,7 @@ from transformers.trainer_utils import SchedulerType
 
 from hf_dcsgd.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.plan import PrivacyPlan
+from hf_dcsgd.processes import refuse_sharding_environment
 from hf_dcsgd.thresholds import STRATEGIES
 
 DEFAULT_EPSILON = 8.0
@@ -175,6 +176,7 @@ class DCSGDTrainingArguments(TrainingArguments):
                 raise ValueError(f"expected {name} > noise_multiplier, got {value:g} and {self.noise_multiplier:g}")
 
     def _refuse_incompatible(self) -> None:
+        refuse_sharding_environment()
         refusals = {
             "fp16": (self.fp16, "its gradient scaler skips steps depending on private data; use bf16 or fp32"),
             "auto_find_batch_size": (
