@@ -2,12 +2,12 @@
 
 Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where
 batches come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`: clip
-each example, then release one noised sum), and what may be written down (`log`, `_save`: released values only).
+each example, then release one noised sum), and what may be logged (`log`: released values only).
+What is written to disk or pushed is in `publishing.py`.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from transformers.training_args import TrainingArguments
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
@@ -37,6 +36,7 @@ from hf_dcsgd.processes import (
     refuse_split_model,
     require_agreement,
 )
+from hf_dcsgd.publishing import PublishingTrainer
 from hf_dcsgd.randomness import public_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-class DCSGDTrainer(Trainer):
+class DCSGDTrainer(PublishingTrainer):
     """Drop-in for `Trainer` whose model is differentially private in its training examples.
 
     Takes what `Trainer` takes, with `args` a `DCSGDTrainingArguments`, and
@@ -116,6 +116,7 @@ class DCSGDTrainer(Trainer):
             has_presets = isinstance(model, PreTrainedModel)
             expression = "last_encoder_pooler_classifier" if has_presets else "as_is"
         select_trainable_layers(model, expression)
+        self._layers = expression
         half = [
             n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
         ]
@@ -232,6 +233,7 @@ class DCSGDTrainer(Trainer):
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
         self._privacy_callback().attach(mechanism, trace)
+        self._record_run(run_dir)
         return mechanism
 
     def _privacy_callback(self) -> PrivacyCallback:
@@ -365,28 +367,11 @@ class DCSGDTrainer(Trainer):
         loss = output.metrics[shown] if shown is not None else float("nan")
         return TrainOutput(output.global_step, loss, output.metrics)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As transformers does, with arguments that carry neither seeds nor tokens."""
-        args = self.args
-        self.args = without_secrets(args)
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.args = args
-
     # -- the statement -----------------------------------------------------------------------------------------------
 
     def epsilon(self) -> float:
         """ε of the steps charged so far, at the plan's δ."""
         return 0.0 if self.mechanism is None else self.mechanism.epsilon()
-
-
-def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
-    """A copy for `training_args.bin`: seeds at their defaults, no tokens."""
-    public = copy.copy(args)
-    public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
-    public.hub_token = None
-    return public
 
 
 def _require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
