@@ -20,6 +20,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -135,6 +136,35 @@ def epsilon_spent(
     return _pld_epsilon(sigma, rate, steps, delta, coarser * _pld_interval(sigma, rate, steps))
 
 
+class AccountedRun(NamedTuple):
+    """What the accountant needs to know of one run: σ, q and the steps charged to it."""
+
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
+
+
+def composed_epsilon(runs: Sequence[AccountedRun], delta: float, accountant: str = "rdp") -> float:
+    """ε at `delta` of all these runs on one dataset, each possibly chosen by the results of those before it."""
+    delta = require_fraction("delta", delta)
+    _require_accountant(accountant)
+    charged = [run for run in runs if require_count("steps", run.steps, minimum=0)]
+    for run in charged:
+        require_non_negative("noise_multiplier", run.noise_multiplier)
+        _require_sampling_rate(run.sampling_rate)
+    if not charged:
+        return 0.0
+    if min(run.noise_multiplier for run in charged) == 0:
+        return math.inf
+    if accountant == "rdp":
+        divergences = sum(run.steps * rdp_of_one_step(*run[:2], RDP_ORDERS) for run in charged)
+        return float(rdp.compute_epsilon(RDP_ORDERS, divergences, delta)[0])
+    composed = pld.PLDAccountant(value_discretization_interval=min(_pld_interval(*run) for run in charged))
+    for run in charged:
+        composed.compose(dp_accounting.SelfComposedDpEvent(_pld_event(*run[:2]), run.steps))
+    return float(composed.get_epsilon(delta))
+
+
 def calibrate_noise_multiplier(
     *, epsilon: float, delta: float, sampling_rate: float, steps: int, accountant: str = "rdp"
 ) -> float:
@@ -168,19 +198,20 @@ def smallest_noise_multiplier(
 ) -> float | None:
     """The smallest σ with `epsilon_of(σ)` ≤ `epsilon`, on the safe side of it; None when there is none.
 
-    `epsilon_of` must fall with σ; numerical wobbles and jumps are borne. The search brackets σ by steps of `factor`
-    from `guess` and ends at a relative `tolerance`.
+    `epsilon_of` must fall with σ; numerical wobbles and jumps are borne. The search brackets σ by widening steps from
+    `guess`, the first a `factor`, and ends at a relative `tolerance`.
     """
-    high = guess
-    while not epsilon_of(high) <= epsilon:
-        high *= factor
-        if high > MAX_NOISE_MULTIPLIER:
-            return None
-    low = high / factor
-    while epsilon_of(low) <= epsilon:
-        high, low = low, low / factor
-        if low < 1e-6:  # ε in the billions: nothing left to search for
-            return high
+    low = high = guess
+    if epsilon_of(guess) <= epsilon:
+        while epsilon_of(low) <= epsilon:
+            high, low, factor = low, low / factor, min(factor**2, 8.0)
+            if low < 1e-6:  # ε in the billions: nothing left to search for
+                return high
+    else:
+        while not epsilon_of(high) <= epsilon:
+            low, high, factor = high, high * factor, min(factor**2, 8.0)
+            if high > MAX_NOISE_MULTIPLIER:
+                return None
 
     def gap(log_sigma: float) -> float:
         return min(epsilon_of(math.exp(log_sigma)) - epsilon, 1e12)  # brentq cannot interpolate through inf
@@ -215,18 +246,23 @@ def quiet_orders() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rdp_of_one_step(noise_multiplier: float, sampling_rate: float, orders: tuple[float, ...]) -> np.ndarray:
+def rdp_of_one_step(
+    noise_multiplier: float, sampling_rate: float, orders: tuple[float, ...] = RDP_ORDERS
+) -> np.ndarray:
+    """The Rényi divergence of one step at every order: inf where dp_accounting has none to offer."""
     accountant = rdp.RdpAccountant(orders)
     with quiet_orders():
         accountant.compose(run_event(noise_multiplier, sampling_rate, 1))
-    return accountant.rdp
+    divergences = accountant.rdp
+    divergences.setflags(write=False)  # the cache hands out this very array
+    return divergences
 
 
 def _rdp_epsilon(
     noise_multiplier: float, sampling_rate: float, steps: int, delta: float, orders: tuple[float, ...]
 ) -> tuple[float, float]:
     """(ε, the order that gave it), over the given orders."""
-    divergences = steps * _rdp_of_one_step(noise_multiplier, sampling_rate, orders)
+    divergences = steps * rdp_of_one_step(noise_multiplier, sampling_rate, orders)
     epsilon, order = rdp.compute_epsilon(orders, divergences, delta)
     return float(epsilon), float(order)
 
@@ -268,14 +304,17 @@ def _pld_interval(noise_multiplier: float, sampling_rate: float, steps: int) -> 
 
 @functools.lru_cache(maxsize=1024)
 def _pld_epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float, interval: float) -> float:
+    accountant = pld.PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(dp_accounting.SelfComposedDpEvent(_pld_event(noise_multiplier, sampling_rate), steps))
+    return float(accountant.get_epsilon(delta))
+
+
+def _pld_event(noise_multiplier: float, sampling_rate: float) -> dp_accounting.DpEvent:
     # The PLD accountant takes a single Gaussian inside a Poisson sample: σ, by Theorem 1. Without sampling it composes
     # Gaussians in closed form.
-    event = step_event(sampling_rate, [noise_multiplier])
     if sampling_rate == 1:
-        event = dp_accounting.GaussianDpEvent(noise_multiplier)
-    accountant = pld.PLDAccountant(value_discretization_interval=interval)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(event, steps))
-    return float(accountant.get_epsilon(delta))
+        return dp_accounting.GaussianDpEvent(noise_multiplier)
+    return step_event(sampling_rate, [noise_multiplier])
 
 
 @functools.lru_cache(maxsize=256)

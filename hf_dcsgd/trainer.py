@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
@@ -39,6 +39,7 @@ from hf_dcsgd.processes import (
 from hf_dcsgd.publishing import PublishingTrainer
 from hf_dcsgd.randomness import public_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.search_cost import SearchCost, search_cost
 from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,13 @@ class DCSGDTrainer(PublishingTrainer):
                 "cannot be clipped per example; pass per_example_loss_func(outputs, labels), which returns a "
                 "tensor of shape (n,), instead"
             )
-        for method in ("compute_loss", "get_train_dataloader", "_get_train_sampler", "training_step"):
+        for method in (
+            "compute_loss",
+            "get_train_dataloader",
+            "_get_train_sampler",
+            "get_batch_samples",
+            "training_step",
+        ):
             if getattr(type(self), method) is not getattr(DCSGDTrainer, method):
                 raise TypeError(
                     f"{type(self).__name__} overrides {method}, on which the guarantee rests; use "
@@ -79,9 +86,12 @@ class DCSGDTrainer(PublishingTrainer):
         self.plan: PrivacyPlan | None = None
         self.mechanism: DPMechanism | None = None
         self.clipper: GhostClipper | None = None
-        self._searched_runs: list[DPMechanism] = []
+        self.search_cost: SearchCost | None = None
+        self._trials: list[tuple[str, DPMechanism]] = []
         super().__init__(*args, **kwargs)
         self._refuse_incompatible()
+        # A module whose forward takes no labels has names for none, and transformers would drop them from the data.
+        self.label_names = self.label_names or ["labels"]
         self.add_callback(PrivacyCallback())
         self._select_layers(self.model)
         if self.train_dataset is not None:
@@ -89,11 +99,14 @@ class DCSGDTrainer(PublishingTrainer):
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def _refuse_incompatible(self) -> None:
+    def _require_private_args(self) -> None:
         if not isinstance(self.args, DCSGDTrainingArguments):
             raise TypeError(
                 f"expected args to be DCSGDTrainingArguments, got {type(self.args).__name__}: nothing would be private"
             )
+
+    def _refuse_incompatible(self) -> None:
+        self._require_private_args()
         if self.args.n_gpu > 1:
             raise ValueError(
                 f"{self.args.n_gpu} GPUs in one process (nn.DataParallel) split batches behind the clipping; start "
@@ -106,6 +119,7 @@ class DCSGDTrainer(PublishingTrainer):
             map_style_length(self.train_dataset)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
+        self._require_private_args()
         model = super().call_model_init(trial)
         self._select_layers(model)
         return model
@@ -113,10 +127,13 @@ class DCSGDTrainer(PublishingTrainer):
     def _select_layers(self, model: nn.Module) -> None:
         expression = self.args.trainable_layers
         if expression is None:
-            has_presets = isinstance(model, PreTrainedModel)
+            has_presets = isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
             expression = "last_encoder_pooler_classifier" if has_presets else "as_is"
         select_trainable_layers(model, expression)
         self._layers = expression
+        self._hold_in_fp32(model)
+
+    def _hold_in_fp32(self, model: nn.Module) -> None:
         half = [
             n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
         ]
@@ -152,7 +169,7 @@ class DCSGDTrainer(PublishingTrainer):
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             rank=self.args.process_index,
             world_size=plan.world_size,
-            lengths=row_lengths(rows, self.args.length_column_name, input_name) if by_length else None,
+            lengths=row_lengths(self.train_dataset, self.args.length_column_name, input_name) if by_length else None,
             unsafe_seed=plan.unsafe_noise_seed,
         )
         return poisson_dataloader(rows, sampler, collate, self.args)
@@ -181,6 +198,9 @@ class DCSGDTrainer(PublishingTrainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> Any:
+        if resume_from_checkpoint is None:
+            self._refuse_second_run()
+        self._hold_in_fp32(self.model)  # evaluation may have left it in half precision
         assert self.plan is not None
         # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
         numbers = public_numbers(self.plan, self.args, self.model) | {"max_steps": max_steps}
@@ -197,6 +217,17 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_world_process_zero():
             print(self.plan.describe())
         return prepared
+
+    def _refuse_second_run(self) -> None:
+        """The weights carry what was spent on them: training them once more would pass the budget unseen."""
+        if self.mechanism is None or self.clipper is None or self.clipper.model is not self.model:
+            return
+        if self.mechanism.charged:
+            raise BudgetExhausted(
+                f"this model was trained for {self.mechanism.charged} charged steps already (ε = {self.epsilon():.4g})"
+                ", and a second run on top would add to them. To go on with an interrupted run use "
+                "resume_from_checkpoint; to start over pass a fresh model, or a model_init"
+            )
 
     def _start_mechanism(self, plan: PrivacyPlan, resume_from_checkpoint: str | None) -> DPMechanism:
         saved = None
@@ -229,6 +260,8 @@ class DCSGDTrainer(PublishingTrainer):
                 f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
                 f"taken within ε = {plan.epsilon():.4g}"
             )
+        if getattr(self, "_trial", None) is not None:
+            self._trials.append((str(run_dir), mechanism))
         trace = run_dir / TRACE_FILENAME if is_main else None
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
@@ -366,6 +399,33 @@ class DCSGDTrainer(PublishingTrainer):
         shown = {"raw": "train_loss", "private": "noisy_train_loss"}.get(self.args.log_train_loss)
         loss = output.metrics[shown] if shown is not None else float("nan")
         return TrainOutput(output.global_step, loss, output.metrics)
+
+    # -- hyperparameter search ---------------------------------------------------------------------------------------
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers does. Every trial is charged in its own directory; `search_cost` then holds the total.
+
+        The total is logged and written to `hyperparameter_search_cost.json`, also when a trial fails.
+        """
+        backend = kwargs.get("backend")
+        if backend is not None and HPSearchBackend(backend) is HPSearchBackend.RAY:
+            raise ValueError(f"backend={backend} runs trials in other processes, whose cost is lost; use optuna")
+        self._trials = []
+        try:
+            return super().hyperparameter_search(*args, **kwargs)
+        finally:
+            if self._trials:
+                self.search_cost = search_cost(self._trials)
+                logger.warning(self.search_cost.describe())
+                if self.is_world_process_zero():
+                    self.search_cost.write(self._get_output_dir(None))
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        if trial is not None:
+            # A trial sets arguments one by one, past their checks, and after the layers were selected.
+            self.args.check()
+            self._select_layers(self.model)
 
     # -- the statement -----------------------------------------------------------------------------------------------
 

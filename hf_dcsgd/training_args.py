@@ -124,11 +124,17 @@ class DCSGDTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        # Before transformers asks for packages that could not be used anyway, and after it has parsed its own options.
+        self._refuse_incompatible()
         super().__post_init__()
         if isinstance(self.trainable_layers, list | tuple):
             self.trainable_layers = ",".join(self.trainable_layers)
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = DEFAULT_EPSILON
+        self.check()
+
+    def check(self) -> None:
+        """Raises ValueError for settings that contradict each other or cannot be private."""
         self._check_budget()
         self._check_clipping()
         self._refuse_incompatible()
@@ -204,6 +210,10 @@ class DCSGDTrainingArguments(TrainingArguments):
             "optim": (
                 any(word in str(getattr(self.optim, "value", self.optim)) for word in ("lomo", "layerwise")),
                 "it steps inside the backward pass, before the noise; use another optimizer",
+            ),
+            "neftune_noise_alpha": (
+                self.neftune_noise_alpha is not None,
+                "its noise on an example is scaled by the padded length of the batch, so examples affect each other",
             ),
             "gradient_checkpointing_kwargs": (
                 self.gradient_checkpointing and "reentrant': True" in str(self.gradient_checkpointing_kwargs),
