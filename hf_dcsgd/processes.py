@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -101,8 +102,13 @@ def require_agreement(numbers: Mapping[str, Any]) -> None:
         name: values for name in names if (values := [rank.get(name) for rank in ranks]) != values[:1] * len(ranks)
     }
     if differing:
-        shown = "; ".join(f"{name}: {', '.join(map(str, values))}" for name, values in differing.items())
-        raise RuntimeError(f"the processes disagree on public numbers (by rank) {shown}")
+        shown = "; ".join(f"{name}: {' | '.join(map(str, values))}" for name, values in differing.items())
+        raise RuntimeError(f"the processes disagree on public numbers; by rank, {shown}")
+
+
+def quiet_replica() -> None:
+    """Warnings say the same on every rank: outside the main process, only errors are logged."""
+    logging.getLogger("hf_dcsgd").setLevel(logging.ERROR)
 
 
 def on_main_process(action: Callable[[], Result]) -> Result | None:

@@ -31,6 +31,7 @@ from hf_dcsgd.parity import check_parity, synthetic_like
 from hf_dcsgd.processes import (
     on_main_process,
     public_numbers,
+    quiet_replica,
     refuse_lone_processes,
     refuse_sharding_environment,
     refuse_split_model,
@@ -90,6 +91,8 @@ class DCSGDTrainer(PublishingTrainer):
         self._trials: list[tuple[str, DPMechanism]] = []
         super().__init__(*args, **kwargs)
         self._refuse_incompatible()
+        if not self.is_world_process_zero():
+            quiet_replica()
         # A module whose forward takes no labels has names for none, and transformers would drop them from the data.
         self.label_names = self.label_names or ["labels"]
         self.add_callback(PrivacyCallback())
@@ -205,7 +208,8 @@ class DCSGDTrainer(PublishingTrainer):
         # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
         numbers = public_numbers(self.plan, self.args, self.model) | {"max_steps": max_steps}
         if resume_from_checkpoint is not None:
-            numbers["checkpoint"] = (self.state.global_step, saved_privacy_state(self.state))
+            saved = saved_privacy_state(self.state) or {}
+            numbers["checkpoint"] = {"global_step": self.state.global_step, **saved.get("mechanism", {})}
         require_agreement(numbers)
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
