@@ -1,0 +1,22 @@
+"""Runs every benchmark of this folder; figures are printed and kept under `benchmarks/results/`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+COMMANDS = (
+    ["step_cost.py", "--size", "mini"],
+    ["step_cost.py", "--size", "base", "--rounds", "5"],
+    ["collectives.py"],
+)
+
+
+def main() -> int:
+    folder = Path(__file__).parent
+    return max(subprocess.run([sys.executable, str(folder / name), *rest]).returncode for name, *rest in COMMANDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

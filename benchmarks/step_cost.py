@@ -1,0 +1,151 @@
+"""What one private step costs: against plain training, Opacus' two ways, and between our own strategies.
+
+One logical batch of random tokens on a BERT whose last encoder layer, pooler and classifier are trained (the paper's
+setting). Everything that a step does is timed: forward, backward, clipping, noise, threshold, optimizer.
+
+    python benchmarks/step_cost.py --size mini      # 6 layers × 384, as MiniLM
+    python benchmarks/step_cost.py --size base      # 12 layers × 768, as bert-base
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timing import alternate, show
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.layer_selection import select_trainable_layers
+from hf_dcsgd.mechanism import DPMechanism
+
+SIZES = {
+    "mini": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536},
+    "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+
+
+def make_model(size: str) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**SIZES[size]))
+    select_trainable_layers(model, "last_encoder_pooler_classifier")
+    return model.train()
+
+
+def make_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1000, 30_000, (batch, length), generator=generator)
+    labels = torch.randint(2, (batch,), generator=generator)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def plain_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, folder: str) -> Callable[[], None]:
+    size = len(batch["labels"])
+    args = DCSGDTrainingArguments(
+        folder,
+        clipping=clipping,
+        noise_multiplier=0.5,
+        per_device_train_batch_size=size,
+        max_steps=10**6,
+        use_cpu=True,
+    )
+    trainer = DCSGDTrainer(model, args, train_dataset=[{"labels": 0}] * (400 * size))
+    trainer.clipper = GhostClipper(model)
+    trainer.mechanism = DPMechanism(trainer.plan)
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
+
+    def step() -> None:
+        trainer.training_step(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def opacus_step(model: nn.Module, batch: dict[str, torch.Tensor], ghost: bool) -> Callable[[], None]:
+    from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    size = len(batch["labels"])
+    adam = torch.optim.Adam(trainable(model), lr=1e-3)
+    options: dict[str, Any] = {"noise_multiplier": 0.5, "max_grad_norm": 1.0, "expected_batch_size": size}
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    if not ghost:
+        wrapped = GradSampleModule(model)
+        optimizer = DPOptimizer(adam, **options)
+
+        def step() -> None:
+            loss = nn.functional.cross_entropy(wrapped(**inputs).logits, batch["labels"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+    fast = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+    fast_optimizer = DPOptimizerFastGradientClipping(adam, **options)
+    criterion = DPLossFastGradientClipping(fast, fast_optimizer, nn.CrossEntropyLoss())
+
+    def ghost_step() -> None:
+        loss = criterion(fast(**inputs).logits, batch["labels"])
+        loss.backward()
+        fast_optimizer.step()
+        fast_optimizer.zero_grad()
+
+    return ghost_step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="mini", help="the model (default: mini)")
+    parser.add_argument("--batch", type=int, default=32, help="examples per step (default: 32)")
+    parser.add_argument("--length", type=int, default=128, help="tokens per example (default: 128)")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+    model, batch = make_model(options.size), make_batch(options.batch, options.length)
+    setting = vars(options) | {"torch threads": torch.get_num_threads()}
+    with tempfile.TemporaryDirectory() as folder:
+        peers = {
+            "plain training": plain_step(copy.deepcopy(model), batch),
+            "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e", folder),
+            "Opacus ghost clipping": opacus_step(copy.deepcopy(model), batch, ghost=True),
+            "Opacus per-example gradients": opacus_step(copy.deepcopy(model), batch, ghost=False),
+        }
+        show("One step", alternate(peers, options.rounds), setting, f"step_cost_{options.size}.json")
+        strategies = {
+            name: our_step(copy.deepcopy(model), batch, name, folder)
+            for name in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
+        }
+        table = alternate(strategies, 2 * options.rounds)
+        show("One step by strategy", table, setting, f"strategy_cost_{options.size}.json")
+
+
+if __name__ == "__main__":
+    main()
