@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from dp_accounting import rdp
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-from .accounting import (
+from .accountants import (
     LOW_RDP_ORDERS,
     RDP_ORDERS,
-    calibrate_noise_multiplier,
-    epsilon_spent,
     quiet_orders,
     rdp_of_one_step,
     run_event,
     smallest_noise_multiplier,
 )
+from .accounting import calibrate_noise_multiplier, epsilon_spent
 from .validation import require, require_count, require_fraction, require_non_negative, require_positive
 
 METHODS = ("rdp_composition", "lt", "papernot_steinke_poisson", "papernot_steinke_tnb")
