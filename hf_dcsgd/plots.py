@@ -68,19 +68,20 @@ def histogram_figure(trace: Trace) -> Figure | None:
     steps = np.array([line["step"] for line in lines], dtype=float)
     ranges = np.array([line["histogram_range"] for line in lines], dtype=float)
     bins = len(lines[0]["noisy_histogram"])
-    top, bottom = ranges.max(), ranges.min() / bins / 2
-    logarithmic = ranges.max() > _LOG_RATIO / 2 * ranges.min()
+    # A range that was left behind within the first few steps would squeeze the rest of the picture.
+    top, bottom = np.quantile(ranges, 0.98), ranges.min() / bins / 2
+    logarithmic = top > _LOG_RATIO / 2 * ranges.min()
     rows = np.geomspace(bottom, top, _ROWS + 1) if logarithmic else np.linspace(0, top, _ROWS + 1)
     columns = np.array_split(np.arange(len(lines)), min(len(lines), _COLUMNS))
     shares = np.array([np.mean([_shares(lines[i], rows) for i in column], axis=0) for column in columns]).T
     edges = np.array([steps[column[0]] - 0.5 for column in columns] + [steps[-1] + 0.5])
     with rc_context(_STYLE):
         figure, axes = _figure("step", "gradient norm")
-        axes.pcolormesh(edges, rows, shares, cmap=_HEAT, vmin=0, vmax=np.quantile(shares, 0.995) or 1, rasterized=True)
+        axes.pcolormesh(edges, rows, shares, cmap=_HEAT, vmin=0, vmax=np.quantile(shares, 0.98) or 1, rasterized=True)
         threshold_steps, threshold = _series(lines, "clip_threshold")
         _line(axes, threshold_steps, threshold, _RUST, "clipping threshold C", 1.4)
         if logarithmic:
-            axes.set_yscale("log")
+            _logarithmic(axes)
         axes.set_ylim(rows[0], rows[-1])
         axes.set_xlim(edges[0], edges[-1])
         axes.grid(False)
@@ -155,9 +156,14 @@ def _line(axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: 
 
 def _scale(axes: Axes, values: np.ndarray) -> None:
     if values.max() > _LOG_RATIO * values.min():
-        axes.set_yscale("log")
+        _logarithmic(axes)
     else:
         axes.set_ylim(0, 1.18 * values.max())
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _legend(axes: Axes) -> None:

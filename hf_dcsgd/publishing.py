@@ -42,7 +42,7 @@ class PublishingTrainer(Trainer):
 
         RuntimeError (`LedgerError`) where there was no run yet.
         """
-        return report.build_report(self._run_dir or self.args.output_dir)
+        return report.build_report(self._run_dir or Path(str(self.args.output_dir)))
 
     def _record_run(self, run_dir: Path) -> None:
         """Writes down what is trained. At the start of a run; and at its end, when all slow parameters are known."""

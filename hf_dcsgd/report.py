@@ -234,8 +234,8 @@ def _guarantee(plan: PrivacyPlan, charged: int) -> dict[str, Any]:
         for name in plan.opt_outs
     ]
     if opt_outs:
-        named = ", ".join(plan.opt_outs)
-        sentence = f"There is no privacy guarantee for this run: it was given up by {named}."
+        named = " and ".join(plan.opt_outs)
+        sentence = f"There is no privacy guarantee for this run, because of {named}."
     else:
         sentence = (
             f"The trained model and all that the run logged are (ε = {rounded_up(epsilon)}, δ = "
@@ -282,8 +282,9 @@ def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
 
 
 def _epsilon_over_steps(plan: PrivacyPlan, charged: int) -> dict[str, list[Any]]:
-    points = 60 if plan.accountant == "rdp" else 5
-    steps = sorted({math.ceil(charged * k / points) for k in range(points + 1)})
+    """ε at steps that lie closer together at the start, where it rises fast; few of them by PLD, which is slow."""
+    points = 60 if plan.accountant == "rdp" else 6
+    steps = sorted({math.ceil(charged * (k / points) ** 2) for k in range(points + 1)})
     values = [plan.epsilon(s) if s == charged else _quick_epsilon(plan, s, plan.accountant) for s in steps]
     return {"steps": steps, "epsilon": [_finite(value) for value in values]}
 
