@@ -191,7 +191,7 @@ def _explicit_squared_norms(merged: Sequence[Contribution], shape: torch.Size) -
         _per_example_sum([c.select(index) for c in merged], shape).square().sum(1)
         for index in torch.arange(n, device=device).split(chunk)
     ]
-    return torch.cat(pieces) if n else torch.zeros(0, device=device)
+    return torch.cat(pieces) if n else working_precision(any_tensor).new_zeros(0)
 
 
 def _per_example_sum(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:

@@ -6,6 +6,7 @@ module that draws random numbers (an active dropout inside) would draw others th
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ def _over_examples(
 ) -> dict[str, Tensor]:
     if not any(isinstance(child, nn.RNNBase) for child in module.modules()):
         try:
-            return torch.func.vmap(one_example, randomness="error")(slices, grads)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="There is a performance drop")
+                return torch.func.vmap(one_example, randomness="error")(slices, grads)
         except (RuntimeError, ValueError) as error:
             if "randomness error mode" in str(error):
                 raise

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 # What an additive attention mask of -inf becomes: as good as -inf in a softmax, harmless when multiplied by zero.
 _MASKED = -1e30
@@ -52,6 +53,37 @@ def quarantined_grad(loss: Tensor, inputs: Sequence[Any], **options: Any) -> tup
         with _FiniteOperands():
             grads = torch.autograd.grad(loss, inputs, **{**options, "retain_graph": True})
     return tuple(grad if grad is None else grad.to_dense() for grad in grads)
+
+
+def shield_recurrent(module: nn.RNNBase) -> list[RemovableHandle]:
+    """Keeps broken examples out of recurrent kernels, which hide their activations where nothing above can reach them.
+
+    Such an example runs as zeros, and its outputs are NaN again: for itself nothing changes. Packed sequences pass as
+    they are.
+    """
+    broken: list[Tensor | None] = []
+    batch_axis = 0 if module.batch_first else 1
+
+    def take_out(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        broken.append(None)
+        if args and isinstance(args[0], Tensor) and args[0].dim() == 3:
+            examples = args[0].detach().movedim(batch_axis, 0).flatten(1)
+            # A bound below the largest float: products of larger numbers overflow inside.
+            mask = ~(examples.abs() < 1e30).all(1)
+            if mask.any():
+                broken[-1] = mask
+                shape = (-1, 1, 1) if batch_axis == 0 else (1, -1, 1)
+                return (args[0].masked_fill(mask.view(shape), 0.0), *args[1:])
+        return None
+
+    def put_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        mask = broken.pop()
+        if mask is None:
+            return None
+        first = output[0].masked_fill(mask.view((-1, 1, 1) if batch_axis == 0 else (1, -1, 1)), torch.nan)
+        return (first, tree_map(lambda state: state.masked_fill(mask.view(1, -1, 1), torch.nan), output[1]))
+
+    return [module.register_forward_pre_hook(take_out), module.register_forward_hook(put_back)]
 
 
 def is_finite(value: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hf_dcsgd.ghost.fallback import tensor_leaves
+from hf_dcsgd.ghost.quarantine import shield_recurrent
 from hf_dcsgd.ghost.registry import Rule, rule_for
 
 Slot: TypeAlias = tuple[str, int, int]  # owner's name, which of its calls in one forward, which of its outputs
@@ -106,6 +107,8 @@ class ForwardRecorder:
             raise RuntimeError("`with clipper:` cannot be nested in itself: each module call would count twice")
         self._handles.append(self._model.register_forward_pre_hook(self._note_batch_size, with_kwargs=True))
         for owner in self._owners:
+            if isinstance(owner.module, nn.RNNBase):
+                self._handles += shield_recurrent(owner.module)
             if type(owner.module) is nn.Embedding:
                 self._handles.append(owner.module.register_forward_pre_hook(self._give_batch))
             self._handles.append(owner.module.register_forward_hook(self._recorder_of(owner), with_kwargs=True))
@@ -168,10 +171,11 @@ class ForwardRecorder:
 
 
 def output_grads(
-    loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = torch.autograd.grad
+    loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = None
 ) -> list[list[Tensor | None]]:
     """Gradients of the loss at every recorded output, call by call; one backward pass."""
     edges = [edge for call in calls for edge in call.edges if edge is not None]
+    differentiate = differentiate or torch.autograd.grad
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
     remaining = iter(found)
     return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
