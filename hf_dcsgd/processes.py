@@ -59,7 +59,7 @@ def refuse_lone_processes(world_size: int) -> None:
     if started != world_size:
         raise ValueError(
             f"the launcher started {started} processes (WORLD_SIZE), but this one works with {world_size}: each would "
-            "train alone. On the CPU pass --use_cpu (use_cpu=True), or start with `accelerate launch --cpu`"
+            "train alone. On the CPU pass --use_cpu (use_cpu=True)"
         )
 
 

@@ -1,20 +1,25 @@
-"""What the processes of `test_distributed.py` run: `torchrun … distributed_worker.py OUTPUT_DIR scenario [scenario …]`.
+"""What the processes of `test_distributed.py` run: `torchrun … distributed_worker.py DIRECTORY scenario …`.
 
 A scenario is a function of a directory that returns what this rank saw; the worker writes it to
-`OUTPUT_DIR/<scenario>/rank<r>.pt`. Scenarios that end in an error do so on every rank, so the next one can follow in
+`DIRECTORY/<scenario>/rank<r>.pt`. Scenarios that end in an error do so on every rank, so the next one can follow in
 the same processes: starting Python is the slow part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
+import io
 import json
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,7 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, report
 from hf_dcsgd.mechanism import DPMechanism
 from hf_dcsgd.sampling import PoissonBatchSampler
 
@@ -187,7 +192,7 @@ def error_of(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-# --- scenarios --------------------------------------------------------------------------------------------------------
+# --- scenarios -------------------------------------------------------------------------------------------------------
 
 
 def layout(directory: Path) -> dict[str, Any]:
@@ -367,7 +372,12 @@ def whole_job(directory: Path) -> dict[str, Any]:
         noise_multiplier=None,
         disable_tqdm=False,
     )
-    output = trainer.train()
+    warnings, printed = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(warnings)
+    logging.getLogger("hf_dcsgd").addHandler(handler)
+    with contextlib.redirect_stdout(printed):
+        output = trainer.train()
+    logging.getLogger("hf_dcsgd").removeHandler(handler)
     trainer.save_model(str(directory / "final"))
     predictions = trainer.predict(Records(21)).predictions
     return {
@@ -378,6 +388,8 @@ def whole_job(directory: Path) -> dict[str, Any]:
         "evaluation": trainer.evaluate(),
         "predictions": torch.as_tensor(predictions),
         "epsilon": trainer.epsilon(),
+        "printed": printed.getvalue(),
+        "warnings": warnings.getvalue(),
     }
 
 
@@ -399,6 +411,7 @@ def dying(directory: Path) -> dict[str, Any]:
 
 def resumed(directory: Path) -> dict[str, Any]:
     """Goes on where `dying` left off."""
+    directory = directory.parent / "dying"
     trainer = make_trainer(directory, save_strategy="steps", save_steps=3, max_steps=8)
     checkpoint = get_last_checkpoint(str(directory / "run"))
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -433,12 +446,19 @@ def run(output_dir: Path, name: str) -> None:
     directory = output_dir / name
     directory.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
-    torch.save(SCENARIOS[name](directory), directory / f"rank{RANK}.pt")
+    # The page with its figures takes longer than the runs themselves; one scenario writes it.
+    without_report = patched(report, "try_to_write_report", lambda run_dir: None)
+    with contextlib.nullcontext() if name == "whole_job" else without_report:
+        torch.save(SCENARIOS[name](directory), directory / f"rank{RANK}.pt")
     print(f"rank {RANK}: {name} took {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "COLLECTIVE_TIMEOUT" in os.environ:
+        # transformers passes ddp_timeout on for GPUs only; a group that exists already is kept.
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ["COLLECTIVE_TIMEOUT"])))
+    gc.freeze()  # accelerate collects at every start of a run, also what was imported
     for scenario in sys.argv[2:]:
         run(Path(sys.argv[1]), scenario)
     if torch.distributed.is_initialized():

@@ -1,0 +1,370 @@
+"""Real processes over gloo, started by torchrun and by accelerate; what they run is `distributed_worker.py`.
+
+Starting Python takes longer than the scenarios, so that many of them share one start (the fixtures below).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import distributed_worker as worker
+import numpy as np
+import psutil
+import pytest
+import torch
+from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
+from scipy import stats
+
+from hf_dcsgd.ledger import PrivacyLedger
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIGS = REPOSITORY / "examples" / "glue" / "accelerate"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+SHARED = (
+    "layout",
+    "noise",
+    "lockstep",
+    "inclusion",
+    "seeded",
+    "disagreement",
+    "interrupted",
+    "two_then_one",
+    "whole_job",
+)
+
+
+def launch(
+    command: list[str | Path], *, timeout: float = 300, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs it to its end; when that does not come in time, neither launcher nor workers are left behind."""
+    # Variables of a launcher that may itself have started these tests must not reach the workers.
+    outer = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env=outer | ENVIRONMENT | environment,
+        cwd=REPOSITORY,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        if process.poll() is None:
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+            process.wait()
+    finished = subprocess.CompletedProcess(command, process.returncode, output)
+    if check:
+        assert finished.returncode == 0, output
+    return finished
+
+
+def torchrun(processes: int, directory: Path, *scenarios: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    options = ("--standalone", f"--nproc_per_node={processes}")
+    return launch([*TORCHRUN, *options, worker.__file__, directory, *scenarios], **kwargs)
+
+
+def accelerate(processes: int, *script: str | Path, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    options = ("--config_file", CONFIGS / "cpu.yaml", "--num_processes", str(processes), "--main_process_port", "0")
+    return launch([*ACCELERATE, *options, *script], **kwargs)
+
+
+def saw(directory: Path, scenario: str) -> list[dict[str, Any]]:
+    """What each rank saw, by rank."""
+    files = sorted((directory / scenario).glob("rank*.pt"))
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pair")
+    torchrun(2, directory, *SHARED)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def quad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quad")
+    torchrun(4, directory, "layout", "noise", "inclusion")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process: this one."""
+    directory = tmp_path_factory.mktemp("single")
+    for scenario in ("layout", "noise"):
+        worker.run(directory, scenario)
+    return directory
+
+
+# --- the same mechanism, however many processes ----------------------------------------------------------------------
+
+
+def summed(ranks: list[dict[str, Any]], step: int, what: str) -> torch.Tensor:
+    return torch.stack([rank["releases"][step][what] for rank in ranks]).sum(0)
+
+
+def test_one_two_and_four_processes_give_the_same_sums_counts_and_model(single: Path, pair: Path, quad: Path) -> None:
+    reference, *others = (saw(directory, "layout") for directory in (single, pair, quad))
+    assert [len(ranks) for ranks in (reference, *others)] == [1, 2, 4]
+    for ranks in others:
+        for step in range(worker.LAYOUT_STEPS):
+            (alone,) = (rank["releases"][step] for rank in reference)
+            for what in ("clipped_sum", "counts"):
+                torch.testing.assert_close(summed(ranks, step, what), alone[what], rtol=1e-4, atol=1e-5)
+            for rank in ranks:
+                together = rank["releases"][step]
+                assert together["sensitivity"] == pytest.approx(alone["sensitivity"], rel=1e-4)
+                torch.testing.assert_close(together["noisy_gradient"], alone["noisy_gradient"], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(together["noisy_counts"], alone["noisy_counts"], rtol=1e-4, atol=1e-3)
+        for rank in ranks:
+            torch.testing.assert_close(rank["parameters"], reference[0]["parameters"], rtol=1e-3, atol=1e-5)
+
+
+def test_the_sum_over_ranks_is_that_of_plain_autograd(pair: Path) -> None:
+    records, model, drawn = worker.Records(worker.LAYOUT_RECORDS), worker.seeded_net(), worker.global_draw(0)
+
+    def losses(_: Any, outputs: Any, labels: Any) -> torch.Tensor:
+        return worker.losses_of(outputs, labels)
+
+    gradients = gradients_one_by_one(model, {"inputs": records.inputs[drawn]}, records.labels[drawn], losses)
+    norms = norms_of(gradients)
+    clipped = clipped_sum_of(gradients, clip_factors(norms, 1.0))
+    expected = torch.cat([clipped[name].flatten() for name, _ in model.named_parameters()]).float()
+    ranks = saw(pair, "layout")
+    torch.testing.assert_close(summed(ranks, 0, "clipped_sum"), expected, rtol=1e-4, atol=1e-5)
+    bins = np.minimum(np.floor(norms.numpy() * 20 / 20.0), 19)
+    assert summed(ranks, 0, "counts").tolist() == np.bincount(bins.astype(int), minlength=20).tolist()
+    assert summed(ranks, 1, "counts").sum() == 0, "the second draw was empty on every rank"
+
+
+def test_noise_enters_once_at_the_planned_size(single: Path, pair: Path, quad: Path) -> None:
+    for directory in (single, pair, quad):
+        for rank in saw(directory, "noise"):
+            assert rank["coordinates"] >= 1_000_000
+            assert rank["ratio"] == pytest.approx(1.0, abs=0.01)
+            assert abs(rank["mean"]) < 5 / rank["coordinates"] ** 0.5
+    for rank in saw(pair, "lockstep"):
+        # 200 × 20 noisy counts: one standard error is 1.1%.
+        assert rank["count_noise_ratio"] == pytest.approx(1.0, abs=0.06)
+
+
+def test_ranks_stay_in_lockstep_bit_by_bit(pair: Path) -> None:
+    first, second = saw(pair, "lockstep")
+    assert len(first["digests"]) == worker.LOCKSTEP_STEPS
+    assert first["digests"] == second["digests"]
+    assert first["thresholds"] == second["thresholds"]
+    assert len(set(first["thresholds"])) > 50, "the threshold should have moved"
+    assert len(set(first["digests"])) == worker.LOCKSTEP_STEPS
+    empty = [sum(not drawn for drawn in rank["draws"]) for rank in (first, second)]
+    assert min(empty) > 40, "empty local draws should have been frequent"
+
+
+def test_every_record_is_drawn_at_rate_q_and_on_one_rank_only(pair: Path, quad: Path) -> None:
+    for directory, rate in ((pair, 2 / worker.LOCKSTEP_RECORDS), (quad, 4 / worker.LOCKSTEP_RECORDS)):
+        masks = np.stack([rank["mask"] for rank in saw(directory, "inclusion")])
+        by_rank = masks.any(axis=1)
+        assert (by_rank.sum(axis=0) == 1).all(), "every record is in one rank's shard, and only there"
+        together = masks.any(axis=0)
+        draws, records = together.shape
+        low, high = stats.binom.interval(1 - 1e-6 / records, draws, rate)
+        counts = together.sum(axis=0)
+        assert (low <= counts).all()
+        assert (counts <= high).all()
+        # Independent draws: the size of the whole draw varies as a binomial does, also over ranks.
+        ratio = together.sum(axis=1).var() / (records * rate * (1 - rate))
+        assert ratio == pytest.approx(1.0, abs=5 * (2 / draws) ** 0.5)
+        assert len({tuple(row.nonzero()[0]) for row in together}) > draws / 2
+
+
+def test_no_record_is_on_two_ranks_in_a_step_of_a_run(pair: Path) -> None:
+    first, second = saw(pair, "lockstep")
+    assert len(first["draws"]) >= worker.LOCKSTEP_STEPS
+    for one, other in zip(first["draws"], second["draws"], strict=True):
+        assert not set(one) & set(other)
+        assert len(set(one)) == len(one)
+
+
+def test_the_unsafe_seed_repeats_a_run_whatever_the_global_seeds_are(pair: Path) -> None:
+    first, second = saw(pair, "seeded")
+    assert first["digests"] == second["digests"]
+    assert len(set(first["digests"])) == 1
+
+
+# --- agreement, resumption, the end of the budget --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("dataset_size", "dataset_size: 60 | 61"),
+        ("batch_size", "expected_batch_size: 8 | 16"),
+        ("steps", "steps: 6 | 7"),
+        ("noise", "noise_multiplier: 1.0 | 2.0"),
+        ("strategy", "clipping: dc_sgd_e | dc_sgd_p"),
+        ("learning_rate", "learning_rate: 0.01 | 0.02"),
+        ("layers", "num_parameters: 136 | 128"),
+        ("model", "num_parameters: 163 | 183"),
+    ],
+)
+def test_ranks_that_disagree_stop_together_and_name_the_numbers(pair: Path, what: str, named: str) -> None:
+    for rank in saw(pair, "disagreement"):
+        assert rank[what].startswith("RuntimeError: the processes disagree on public numbers")
+        assert named in rank[what]
+
+
+def test_resuming_with_another_batch_size_is_refused_on_all_ranks(pair: Path) -> None:
+    for rank in saw(pair, "interrupted"):
+        assert "expected_batch_size: 8 in the checkpoint, 16 now" in rank["refusals"]["batch_size"]
+        assert "noise_multiplier: 1.0 in the checkpoint, 2.0 now" in rank["refusals"]["noise"]
+        assert "disagree" in rank["refusals"]["one_rank_anew"]
+        assert "'charged': 2" in rank["refusals"]["one_rank_anew"]
+
+
+def test_the_budget_ends_on_all_ranks_at_the_same_step(pair: Path) -> None:
+    first, second = saw(pair, "interrupted")
+    assert first == second
+    # Six were paid for; the third was taken twice, so the fifth is the last.
+    assert (first["checkpoint"], first["global_step"], first["charged"]) == ("checkpoint-2", 5, 6)
+    assert first["exhausted"].startswith("BudgetExhausted")
+    assert PrivacyLedger.read(pair / "interrupted" / "run").charged == 6
+
+
+def test_two_processes_may_become_one_when_the_batch_size_stays(pair: Path) -> None:
+    directory = pair / "two_then_one"
+    checkpoint = str(directory / "run" / "checkpoint-3")
+    changed = worker.make_trainer(directory, per_device_train_batch_size=4)
+    with pytest.raises(ValueError, match="expected_batch_size: 8 in the checkpoint, 4 now"):
+        changed.train(resume_from_checkpoint=checkpoint)
+    trainer = worker.make_trainer(directory, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == 6
+    assert PrivacyLedger.read(directory / "run").charged == 6
+
+
+# --- a whole job -----------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_job_writes_and_speaks_on_the_main_process_only(pair: Path) -> None:
+    main, other = saw(pair, "whole_job")
+    run = pair / "whole_job" / "run"
+    assert "Privacy plan" in main["printed"]
+    assert "erratic" in main["warnings"], "a batch of 8 deserves a warning"
+    assert (other["printed"], other["warnings"]) == ("", "")
+    summary = PrivacyLedger.read(run)
+    assert (len(summary.runs), summary.charged) == (1, 6)
+    assert len((run / "privacy_trace.jsonl").read_text().splitlines()) == 6
+    assert json.loads((run / "privacy_run.json").read_text())["plan"]["world_size"] == 2
+    assert "world_size" in (run / "privacy_report.json").read_text()
+
+
+def test_a_whole_job_evaluates_saves_and_loads_the_same_best_model(pair: Path) -> None:
+    main, other = saw(pair, "whole_job")
+    assert main["digest"] == other["digest"]
+    assert main["best"] == other["best"]
+    for key in ("eval_loss", "noisy_loss", "clip_threshold", "epsilon"):
+        assert [e[key] for e in main["history"] if key in e] == [e[key] for e in other["history"] if key in e]
+    assert main["predictions"].shape == (21, worker.CLASSES)
+    torch.testing.assert_close(main["predictions"], other["predictions"], rtol=0, atol=0)
+    best = min(entry["eval_loss"] for entry in main["history"] if "eval_loss" in entry)
+    assert main["evaluation"]["eval_loss"] == pytest.approx(best, rel=1e-6)
+    assert main["epsilon"] == pytest.approx(20.0, rel=1e-3)
+    state = torch.load(pair / "whole_job" / "final" / "training_args.bin", weights_only=False)
+    assert state.unsafe_noise_seed is None
+
+
+# --- the end of a process --------------------------------------------------------------------------------------------
+
+
+def killed_and_resumed(directory: Path, victim: int) -> None:
+    start = time.monotonic()
+    ended = torchrun(2, directory, "dying", check=False, timeout=150, VICTIM_RANK=str(victim))
+    assert ended.returncode != 0
+    assert time.monotonic() - start < 150
+    run = directory / "dying" / "run"
+    released = len((run / "privacy_trace.jsonl").read_text().splitlines())
+    assert released == 4
+    assert PrivacyLedger.read(run).charged == 5, "the step under way was charged before anything left it"
+    accelerate(2, worker.__file__, directory, "resumed")
+    first, second = saw(directory, "resumed")
+    assert first == second
+    # The checkpoint was that of step 3; steps 4 and 5 are paid for once more, which leaves 6 as the last of 8.
+    assert (first["checkpoint"], first["global_step"], first["charged"]) == ("checkpoint-3", 6, 8)
+    assert PrivacyLedger.read(run).charged == 8 >= released + (first["global_step"] - 3)
+
+
+def test_a_killed_rank_ends_the_job_and_the_next_one_resumes(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, victim=1)
+
+
+@pytest.mark.slow
+def test_a_killed_main_process_ends_the_job_and_the_next_one_resumes(tmp_path: Path) -> None:
+    killed_and_resumed(tmp_path, victim=0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_answering_ends_the_job_by_the_timeout(tmp_path: Path) -> None:
+    start = time.monotonic()
+    kind = signal.Signals.SIGSTOP.name
+    ended = torchrun(2, tmp_path, "dying", check=False, VICTIM_RANK="1", VICTIM_SIGNAL=kind, COLLECTIVE_TIMEOUT="15")
+    # 15 s for the collective call, 30 s that torchrun gives a stopped process to end, and the start of Python.
+    assert ended.returncode != 0
+    assert 15 < time.monotonic() - start < 200
+    assert PrivacyLedger.read(tmp_path / "dying" / "run").charged == 5
+
+
+# --- what is sent, and the example -----------------------------------------------------------------------------------
+
+
+def test_one_collective_call_per_logical_batch(tmp_path: Path) -> None:
+    output = tmp_path / "collectives.json"
+    launch([sys.executable, REPOSITORY / "benchmarks" / "collectives.py", "--output", output])
+    result = json.loads(output.read_text())
+    for name in ("private", "private, 4 micro-batches"):
+        row = result["rows"][name]
+        assert row["world_size"] == 2
+        assert row["kinds"] == {"allreduce": 4}, "four counted steps: none from DDP's reducer"
+        assert row["calls_per_step"] == 1
+        assert row["bytes_per_step"] == row["largest_bytes"] == (row["d"] + 20) * 4
+    assert result["rows"]["plain Trainer"]["kinds"]["allreduce"] >= 4, (
+        "the count sees DDP's reducer where there is one"
+    )
+    logging = result["rows"]["private, logging every step"]
+    assert logging["kinds"]["allreduce"] == 4
+
+
+@pytest.mark.slow
+def test_two_nodes_with_one_process_each(tmp_path: Path) -> None:
+    """The configuration file for several machines, both of them this one."""
+    config = CONFIGS / "multi_node.yaml"
+    port = str(20_000 + os.getpid() % 20_000)
+    common = [*ACCELERATE, "--config_file", config, "--num_machines", "2", "--num_processes", "2"]
+    common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    nodes = [
+        subprocess.Popen(
+            [str(p) for p in [*common, "--machine_rank", str(k), worker.__file__, tmp_path, "two_then_one"]],
+            env=os.environ | ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+        )
+        for k in range(2)
+    ]
+    try:
+        assert [node.wait(timeout=300) for node in nodes] == [0, 0]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                for child in [*psutil.Process(node.pid).children(recursive=True), node]:
+                    child.kill()
+    first, second = saw(tmp_path, "two_then_one")
+    assert first == second
