@@ -166,7 +166,7 @@ def pld_interval(noise_multiplier: float, sampling_rate: float, steps: int) -> f
 
 @functools.lru_cache(maxsize=1024)
 def pld_epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float, interval: float) -> float:
-    """ε by privacy loss distributions on a grid of the given spacing, rounded pessimistically; inf for a δ too small."""
+    """ε by privacy loss distributions on a grid of this spacing, rounded pessimistically; inf for a δ too small."""
     accountant = pld.PLDAccountant(value_discretization_interval=interval)
     accountant.compose(dp_accounting.SelfComposedDpEvent(pld_event(noise_multiplier, sampling_rate), steps))
     return float(accountant.get_epsilon(delta))
