@@ -2,7 +2,7 @@
 
 | file                   | written                        | holds                                                     |
 |------------------------|--------------------------------|-----------------------------------------------------------|
-| `privacy_run.json`     | at the start of a run          | the plan, what is trained and by which rules, versions    |
+| `privacy_run.json`     | at the start (`run_record.py`) | the plan, what is trained and by which rules, versions    |
 | `privacy_ledger.jsonl` | before a step (`ledger.py`)    | charges: the authority on what was spent, and on the plan |
 | `privacy_trace.jsonl`  | after a step (`callbacks.py`)  | released values: threshold, range, noisy histogram        |
 
@@ -13,28 +13,31 @@ opt-out has no guarantee, and the report then states no ε as one. A seed is nev
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import logging
 import math
 import os
-import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from hf_dcsgd import accounting
-from hf_dcsgd.callbacks import TRACE_FILENAME
 from hf_dcsgd.ledger import LedgerRun, PrivacyLedger
-from hf_dcsgd.losses import unwrapped_model
 from hf_dcsgd.plan import UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
+from hf_dcsgd.run_record import (
+    RUN_FILENAME,
+    as_json,
+    read_run_record,
+    read_trace,
+    software_versions,
+    write_run_record,
+    write_whole,
+)
+
+__all__ = ["build_report", "read_trace", "try_to_write_report", "write_report", "write_run_record"]
 
 logger = logging.getLogger(__name__)
 
-RUN_FILENAME = "privacy_run.json"
 JSON_FILENAME = "privacy_report.json"
 HTML_FILENAME = "privacy_report.html"
 
@@ -48,81 +51,18 @@ NOTES = (
     "Gaussian noise is drawn in floating point. Attacks on its finite precision are not covered by the guarantee.",
     "The guarantee is for this one run. Choosing among several runs on the same data costs more.",
 )
-_PACKAGES = ("hf-dcsgd", "torch", "transformers", "accelerate", "datasets", "peft", "dp-accounting", "numpy", "scipy")
 # Second opinions by PLD use a grid ten times coarser: half a second instead of five, and still an upper bound.
 _COARSER = 10.0
 
 
-# -- the record of a run ----------------------------------------------------------------------------------------------
-
-
-def write_run_record(
-    run_dir: str | os.PathLike[str],
-    *,
-    plan: PrivacyPlan,
-    model: nn.Module,
-    trainable_layers: str | None,
-    rules: Mapping[str, str],
-    slow_parameters: Iterable[str],
-) -> Path:
-    """Writes `privacy_run.json`: what a report needs beyond ledger and trace. Names and sizes only, and no seed."""
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", None) or None
-    base = unwrapped_model(model)
-    record = {
-        "plan": {**plan.to_dict(), "unsafe_noise_seed": None},
-        "model_class": type(base).__name__,
-        "base_model": name if name is not None and not (Path(name).is_absolute() or Path(name).is_dir()) else None,
-        "peft": hasattr(model, "peft_config"),
-        "trainable_layers": trainable_layers,
-        "parameters": {name: p.numel() for name, p in model.named_parameters() if p.requires_grad},
-        "total_parameters": sum(p.numel() for p in model.parameters()),
-        "rules": dict(rules),
-        "slow_parameters": sorted(slow_parameters),
-        "software": software_versions(),
-    }
-    return _write(Path(run_dir) / RUN_FILENAME, _json(record))
-
-
-def software_versions() -> dict[str, str]:
-    """Versions of what computed the guarantee and the gradients; packages that are not installed are left out."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def read_trace(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Released values by step, of the steps that led to the last one.
-
-    After a crash a resumed run goes back to its checkpoint: lines of steps that were then taken again are left out. So
-    is a line torn by the crash.
-    """
-    path = Path(run_dir) / TRACE_FILENAME
-    lines: list[dict[str, Any]] = []
-    for raw in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(raw)
-            step = int(line["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        while lines and lines[-1]["step"] >= step:
-            lines.pop()
-        lines.append(line)
-    return lines
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
+# -- the report ------------------------------------------------------------------------------------------------------
 
 
 def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The report of the last run in `run_dir`, JSON-able. `LedgerError` when the ledger is missing or was changed."""
     ledger = PrivacyLedger.read(run_dir)
     run = ledger.runs[-1]
-    record = _read_record(Path(run_dir))
+    record = read_run_record(run_dir)
     plan, notes = _plan_of(run), list(NOTES)
     if record is not None:
         recorded = PrivacyPlan.from_dict(record["plan"])
@@ -174,7 +114,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
     """Writes both reports; returns the page, or the JSON file where the extra `report` is not installed."""
     report = build_report(run_dir)
-    path = _write(Path(run_dir) / JSON_FILENAME, _json(report))
+    path = write_whole(Path(run_dir) / JSON_FILENAME, as_json(report))
     try:
         from hf_dcsgd.report_page import render_page
 
@@ -188,7 +128,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         )
         (Path(run_dir) / HTML_FILENAME).unlink(missing_ok=True)
         return path
-    return _write(Path(run_dir) / HTML_FILENAME, page)
+    return write_whole(Path(run_dir) / HTML_FILENAME, page)
 
 
 def try_to_write_report(run_dir: str | os.PathLike[str]) -> Path | None:
@@ -208,6 +148,13 @@ def rounded_up(value: float | None, digits: int = 4) -> str:
         return "0"
     scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
     return f"{math.ceil(value * scale * (1 - 1e-12)) / scale:.{digits}g}"
+
+
+def shown_number(value: Any) -> str:
+    """Counts with thousands separators, other numbers with five digits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def parameter_groups(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -361,23 +308,5 @@ def _differs(recorded: PrivacyPlan, charged: PrivacyPlan) -> bool:
     return bool(charged.differences(recorded).keys() - {"unsafe_noise_seed"})  # the record withholds the seed
 
 
-def _read_record(run_dir: Path) -> dict[str, Any] | None:
-    path = run_dir / RUN_FILENAME
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _write(path: Path, text: str) -> Path:
-    """Whole or not at all: a reader never sees half a report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path

@@ -6,7 +6,7 @@ import base64
 from importlib.resources import files
 from typing import Any
 
-from hf_dcsgd.report import rounded_up
+from hf_dcsgd.report import rounded_up, shown_number
 
 Report = dict[str, Any]
 
@@ -20,13 +20,6 @@ def render_page(report: Report, trace: list[dict[str, Any]]) -> str:
     environment.filters["number"] = shown_number
     template = environment.from_string(files("hf_dcsgd").joinpath("report.html").read_text(encoding="utf-8"))
     return template.render(report=report, figures=_figures(report, trace), status=_status(report["steps"]))
-
-
-def shown_number(value: Any) -> str:
-    """Counts with thousands separators, other numbers with five digits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def _status(steps: dict[str, int]) -> str:
