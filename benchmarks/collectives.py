@@ -47,18 +47,18 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 class FromFirstToLastStep(TrainerCallback):
-    """Keeps the counter on from the first step's begin to the last step's end: set-up and farewell do not count.
-
-    The first step is left out as well: DDP arranges its buckets there.
+    """Counts from the end of the first step to the end of the last one: neither set-up, nor farewell, nor the first
+    step, in which DDP arranges its buckets.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: int) -> None:
+        self.last = last
         self.counter = CollectiveCounter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 1:
             self.counter.__enter__()
-        elif state.global_step == STEPS:
+        elif state.global_step == self.last:
             self.counter.__exit__(None, None, None)
 
 
@@ -76,7 +76,7 @@ def make_records() -> list[dict[str, Any]]:
 
 def measure(private: bool, output_dir: str, **options: Any) -> dict[str, Any]:
     """Collective calls per step of one short run, as this rank sees them."""
-    watch = FromFirstToLastStep()
+    watch = FromFirstToLastStep(STEPS)
     settings: dict[str, Any] = {
         **{"output_dir": output_dir, "max_steps": STEPS, "use_cpu": True, "report_to": "none", "disable_tqdm": True},
         **{"logging_strategy": "no", "save_strategy": "no", "per_device_train_batch_size": 4},

@@ -64,7 +64,12 @@ def refuse_lone_processes(world_size: int) -> None:
 
 
 def refuse_split_model(model: nn.Module, *, is_model_parallel: bool) -> None:
-    """Refuses a model that was loaded in pieces (tensor parallelism, FSDP2, a device map over several devices)."""
+    """Refuses a model in pieces (tensor parallelism, FSDP2, a device map over several devices) or wrapped already."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"expected the model itself, got it wrapped in {type(model).__name__}, which works on batches behind the "
+            "clipping; pass model.module: the trainer does what several processes need"
+        )
     pieces = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if pieces or getattr(model, "is_distributed_loading_by_transformers", False):
         shown = f" ({pieces[0]} and {len(pieces) - 1} more)" if pieces else ""

@@ -30,6 +30,9 @@ from torch.nn import functional as F
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from collectives import CollectiveCounter, FromFirstToLastStep
+
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, report
 from hf_dcsgd.mechanism import DPMechanism
 from hf_dcsgd.sampling import PoissonBatchSampler
@@ -393,6 +396,24 @@ def whole_job(directory: Path) -> dict[str, Any]:
     }
 
 
+def collectives(directory: Path) -> dict[str, Any]:
+    """Every call of torch.distributed from the second step to the last, without logging and with it."""
+    seen: dict[str, Any] = {}
+    for name, options in {
+        "plain": {},
+        "accumulated": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        "logged": {"logging_strategy": "steps", "logging_steps": 1},
+    }.items():
+        watch = FromFirstToLastStep(last=6)
+        trainer = make_trainer(directory / name, callbacks=[watch], **options)
+        trainer.train()
+        seen[name] = watch.counter.calls
+    # What the count must be able to see: a backward pass through DDP's reducer.
+    with CollectiveCounter() as counter:
+        trainer.model_wrapped(torch.ones(2, FEATURES))["logits"].sum().backward()
+    return seen | {"reducer": counter.calls, "d": sum(p.numel() for p in trainer.model.parameters())}
+
+
 def dying(directory: Path) -> dict[str, Any]:
     """One rank dies by SIGKILL (or stops answering) in its fifth step, after clipping and before the sum."""
     victim = int(os.environ["VICTIM_RANK"])
@@ -436,6 +457,7 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
         interrupted,
         two_then_one,
         whole_job,
+        collectives,
         dying,
         resumed,
     )

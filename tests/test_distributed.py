@@ -39,6 +39,7 @@ SHARED = (
     "interrupted",
     "two_then_one",
     "whole_job",
+    "collectives",
 )
 
 
@@ -327,7 +328,19 @@ def test_a_rank_that_stops_answering_ends_the_job_by_the_timeout(tmp_path: Path)
 # --- what is sent, and the example -----------------------------------------------------------------------------------
 
 
-def test_one_collective_call_per_logical_batch(tmp_path: Path) -> None:
+def test_one_collective_call_per_logical_batch(pair: Path) -> None:
+    for rank in saw(pair, "collectives"):
+        release = ("allreduce", (rank["d"] + 20) * 4)
+        assert rank["plain"] == [release] * 5, "five counted steps"
+        assert rank["accumulated"] == [release] * 5
+        # The loop of transformers gathers the loss that it shows, which is zero here: two small calls per log.
+        assert [call for call in rank["logged"] if call[0] == "allreduce"] == [release] * 5
+        assert all(size < 100 for kind, size in rank["logged"] if kind != "allreduce")
+        assert ("allreduce", rank["d"] * 4) in rank["reducer"], "the count sees DDP's reducer where it works"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_collective_calls(tmp_path: Path) -> None:
     output = tmp_path / "collectives.json"
     launch([sys.executable, REPOSITORY / "benchmarks" / "collectives.py", "--output", output])
     result = json.loads(output.read_text())
