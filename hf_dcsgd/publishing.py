@@ -160,8 +160,13 @@ class PublishingTrainer(Trainer):
         folder = self._staged_upload(**kwargs)
         self._finish_current_push()
         job = self._upload(folder, commit_message or "End of training", token=token, revision=revision)
-        _remove_when_done(folder, [job])
-        return job.result() if blocking else job
+        if not blocking:
+            _remove_when_done(folder, [job])
+            return job
+        try:
+            return job.result()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes the model as it is now. Under hub_strategy checkpoint and all_checkpoints, into a folder as well.
