@@ -16,6 +16,10 @@ Subparsers = Any  # argparse keeps the type of add_subparsers() to itself
 
 _HISTOGRAM_STRATEGIES = ("dc_sgd_e", "dc_sgd_p")
 _STRATEGIES = (*_HISTOGRAM_STRATEGIES, "fixed", "andrew", "du", "auto_clip")
+_DOCTOR_TASKS = (
+    *("text-classification", "token-classification", "question-answering", "fill-mask", "text-generation"),
+    *("text2text-generation", "image-classification"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,7 +284,100 @@ def _tuning_cost(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_SUBCOMMANDS: tuple[Callable[[Subparsers], None], ...] = (_declare_calibrate, _declare_tuning_cost)
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def _declare_report(subparsers: Subparsers) -> None:
+    parser = _add_subcommand(
+        subparsers,
+        "report",
+        _report,
+        help="the privacy report of a run, finished or not",
+        description="Writes privacy_report.json and privacy_report.html into the output directory of a run,\n"
+        "from its ledger and the values it released. A run that was killed has one too.",
+        epilog="example:\n  hf-dcsgd report out/",
+    )
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="where the run keeps privacy_ledger.jsonl")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and write nothing")
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from .ledger import LedgerError
+    from .report import build_report, write_report
+
+    try:
+        if arguments.json:
+            print(json.dumps(build_report(arguments.output_dir), indent=2, ensure_ascii=False))
+            return 0
+        path = write_report(arguments.output_dir)
+    except (LedgerError, OSError) as error:
+        raise ValueError(str(error)) from error
+    print(build_report(arguments.output_dir)["guarantee"]["sentence"])
+    print(path)
+    return 0
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def _declare_doctor(subparsers: Subparsers) -> None:
+    parser = _add_subcommand(
+        subparsers,
+        "doctor",
+        _doctor,
+        help="what private training would do with a model: layers, refusals, a check, time and memory",
+        description="What private training would do with a model: which parameters it would train, how the\n"
+        "gradients of single examples are computed, what it would refuse and why, whether they agree\n"
+        "with autograd on made-up input, and the time and memory of one step. Touches no data.\n"
+        "Exit code 1 when training would be refused.",
+        epilog="example:\n  hf-dcsgd doctor --model bert-base-uncased --trainable-layers last:2 --batch-size 16",
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="PATH_OR_ID", help="a folder written by save_pretrained, or a model on the Hub"
+    )
+    parser.add_argument(
+        "--task",
+        choices=_DOCTOR_TASKS,
+        help="which head the model gets (default: that of its configuration, else text-classification)",
+    )
+    parser.add_argument(
+        "--trainable-layers",
+        metavar="LAYERS",
+        help="last_encoder_pooler_classifier (default), last:k, head, bias, all, or module names and globs "
+        "separated by commas",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="B", help="examples per device and forward pass (default: 32)"
+    )
+    parser.add_argument(
+        "--sequence-length", type=int, default=128, metavar="L", help="tokens of a made-up example (default: 128)"
+    )
+    _add_json_argument(parser)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from .doctor import describe, diagnose
+    from .validation import require
+
+    require(arguments.batch_size >= 1, f"expected --batch-size >= 1, got {arguments.batch_size}")
+    require(arguments.sequence_length >= 2, f"expected --sequence-length >= 2, got {arguments.sequence_length}")
+    found = diagnose(
+        arguments.model,
+        task=arguments.task,
+        trainable_layers=arguments.trainable_layers,
+        batch_size=arguments.batch_size,
+        sequence_length=arguments.sequence_length,
+    )
+    print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else describe(found))
+    return 1 if found["refused"] else 0
+
+
+_SUBCOMMANDS: tuple[Callable[[Subparsers], None], ...] = (
+    _declare_calibrate,
+    _declare_tuning_cost,
+    _declare_doctor,
+    _declare_report,
+)
 
 
 if __name__ == "__main__":

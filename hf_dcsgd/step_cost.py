@@ -1,0 +1,124 @@
+"""What one step costs in time and memory, measured on a small batch and scaled to the size that is wanted."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from hf_dcsgd.ghost import GhostClipper
+
+# Per trainable parameter and 4 bytes each: gradient, two moments of Adam, and the sum, its noise and the noisy sum.
+_BUFFERS = 6
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of tensors made and still alive inside the `with` block; `peak` is the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.live -= size
+
+
+def measure_step(
+    clipper: GhostClipper, losses_of: Callable[[], Tensor], *, measured_size: int, batch_size: int
+) -> dict[str, Any]:
+    """Seconds and bytes of a step on `batch_size` examples; `losses_of()` are the losses of `measured_size` examples.
+
+    Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds` is the same
+    forward and backward without clipping. Gradients are left as they were found.
+    """
+    parameters = list(clipper.parameters.values())
+    before = [p.grad for p in parameters]
+
+    def private() -> None:
+        with clipper:
+            norms = clipper.norms(losses_of())
+            clipper.accumulate((1.0 / (norms + 1.0)).clamp(max=1.0))
+
+    def plain() -> None:
+        torch.autograd.grad(losses_of().mean(), parameters, allow_unused=True)
+
+    try:
+        private()  # the first batch is checked against autograd, which later ones are not
+        scale = batch_size / measured_size
+        private_seconds, plain_seconds = _seconds(private), _seconds(plain)
+        activations = _peak_bytes(private, parameters)
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    trainable = sum(p.numel() for p in parameters)
+    memory = {
+        "weights": sum(p.numel() * p.element_size() for p in clipper.model.parameters()),
+        "gradient_optimizer_noise": 4 * _BUFFERS * trainable,
+        "activations": int(scale * activations),
+    }
+    return {
+        "batch_size": batch_size,
+        "measured_size": measured_size,
+        "seconds": scale * private_seconds,
+        "plain_seconds": scale * plain_seconds,
+        "bytes": {**memory, "total": sum(memory.values())},
+        "device": str(parameters[0].device),
+    }
+
+
+def _seconds(action: Callable[[], None], repeats: int = 3) -> float:
+    """The fastest of a few runs: others share the machine."""
+    times = []
+    for _ in range(repeats):
+        _synchronise()
+        start = time.perf_counter()
+        action()
+        _synchronise()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _peak_bytes(action: Callable[[], None], parameters: list[nn.Parameter]) -> int:
+    """The most bytes at one time beyond weights and gradients, which are counted elsewhere."""
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+    if parameters[0].is_cuda:
+        device = parameters[0].device
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return int(torch.cuda.max_memory_allocated(device)) - int(start)
+    for parameter in parameters:
+        parameter.grad = None
+    with PeakMemory() as memory:
+        action()
+    return max(memory.peak - gradients, 0)
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
