@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from glue_fixtures import save_tiny_bert
 from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
 from scipy import stats
 
@@ -267,7 +268,7 @@ def test_a_whole_job_writes_and_speaks_on_the_main_process_only(pair: Path) -> N
     assert (len(summary.runs), summary.charged) == (1, 6)
     assert len((run / "privacy_trace.jsonl").read_text().splitlines()) == 6
     assert json.loads((run / "privacy_run.json").read_text())["plan"]["world_size"] == 2
-    assert "world_size" in (run / "privacy_report.json").read_text()
+    assert json.loads((run / "privacy_report.json").read_text())["layout"]["world_size"] == 2
 
 
 def test_a_whole_job_evaluates_saves_and_loads_the_same_best_model(pair: Path) -> None:
@@ -355,6 +356,34 @@ def test_the_benchmark_of_collective_calls(tmp_path: Path) -> None:
     )
     logging = result["rows"]["private, logging every step"]
     assert logging["kinds"]["allreduce"] == 4
+
+
+def test_the_glue_example_on_two_processes(tmp_path: Path) -> None:
+    model = save_tiny_bert(tmp_path / "model")
+    for name, rows in (("train", 48), ("dev", 9)):
+        lines = [f"{'good' if k % 2 else 'bad'} film {k}\t{k % 2}" for k in range(rows)]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    output = tmp_path / "output"
+    data = [
+        "--train_file",
+        tmp_path / "train.tsv",
+        "--validation_file",
+        tmp_path / "dev.tsv",
+        "--max_seq_length",
+        "16",
+    ]
+    options = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "2"]
+    finished = accelerate(
+        2,
+        *(REPOSITORY / "examples" / "glue" / "run_glue.py", "--model_name_or_path", model, "--do_train", "--do_eval"),
+        *(*data, *options, "--target_epsilon", "8", "--use_cpu", "--report_to", "none", "--output_dir", output),
+    )
+    assert finished.stdout.count("Privacy plan") == 1, finished.stdout
+    report = json.loads((output / "privacy_report.json").read_text())
+    assert report["layout"] == {"world_size": 2, "gradient_accumulation_steps": 2}
+    assert json.loads((output / "privacy_run.json").read_text())["plan"]["expected_batch_size"] == 16
+    assert PrivacyLedger.read(output).charged == 6
+    assert "eval_accuracy" in json.loads((output / "all_results.json").read_text())
 
 
 @pytest.mark.slow
