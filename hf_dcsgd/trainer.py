@@ -208,8 +208,10 @@ class DCSGDTrainer(PublishingTrainer):
         # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
         numbers = public_numbers(self.plan, self.args, self.model) | {"max_steps": max_steps}
         if resume_from_checkpoint is not None:
-            saved = saved_privacy_state(self.state) or {}
-            numbers["checkpoint"] = {"global_step": self.state.global_step, **saved.get("mechanism", {})}
+            state = (saved_privacy_state(self.state) or {}).get("mechanism", {})
+            # Not the ledger's head: on machines with disks of their own, only the main process saves it.
+            state = {name: state.get(name) for name in ("charged", "threshold")}
+            numbers["checkpoint"] = {"global_step": self.state.global_step, **state}
         require_agreement(numbers)
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
@@ -444,4 +446,14 @@ def _require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
         shown = "; ".join(
             f"{name}: {before} in the checkpoint, {here} now" for name, (here, before) in differences.items()
         )
-        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}")
+        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}{_layouts(saved, now)}")
+    if _layouts(saved, now):
+        logger.warning("the run goes on with the same expected batch size%s", _layouts(saved, now))
+
+
+def _layouts(saved: PrivacyPlan, now: PrivacyPlan) -> str:
+    """How the work was spread over processes and is now, where that differs."""
+    before, here = ((p.world_size, p.gradient_accumulation_steps) for p in (saved, now))
+    if before == here:
+        return ""
+    return "; processes × gradient_accumulation_steps: {} × {} in the checkpoint, {} × {} now".format(*before, *here)
