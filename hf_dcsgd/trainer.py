@@ -215,11 +215,12 @@ class DCSGDTrainer(PublishingTrainer):
         require_agreement(numbers)
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
+        saved = None if resume_from_checkpoint is None else self._privacy_of_checkpoint(resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._train_mode()
         self.clipper = GhostClipper(self.model)
         self._check_parity()
-        self.mechanism = self._start_mechanism(self.plan, resume_from_checkpoint)
+        self.mechanism = self._start_mechanism(self.plan, saved)
         if self.is_world_process_zero():
             print(self.plan.describe())
         return prepared
@@ -235,13 +236,16 @@ class DCSGDTrainer(PublishingTrainer):
                 "resume_from_checkpoint; to start over pass a fresh model, or a model_init"
             )
 
-    def _start_mechanism(self, plan: PrivacyPlan, resume_from_checkpoint: str | None) -> DPMechanism:
-        saved = None
-        if resume_from_checkpoint is not None:
-            saved = saved_privacy_state(self.state)
-            if saved is None:
-                raise ValueError(f"{resume_from_checkpoint} was not written by DCSGDTrainer: its cost is unknown")
-            _require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
+    def _privacy_of_checkpoint(self, checkpoint: str) -> dict[str, Any]:
+        """What the checkpoint says about plan and mechanism; refused unless the plan is this one."""
+        saved = saved_privacy_state(self.state)
+        if saved is None:
+            raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
+        assert self.plan is not None
+        _require_same_plan(PrivacyPlan.from_dict(saved["plan"]), self.plan)
+        return saved
+
+    def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> DPMechanism:
         run_dir = Path(self._get_output_dir(getattr(self, "_trial", None)))
         is_main = self.is_world_process_zero()
 
