@@ -152,18 +152,22 @@ def replay_findings(
 ) -> list[Finding]:
     """L0 for each canary: the step with it against the step without it.
 
-    `background` and canaries are rows as the trainer's collator takes them. In double precision, so that the order of
-    additions does not blur the comparison.
+    `background` and canaries are rows as the trainer's collator takes them; several processes share the background
+    out. In double precision, so that the order of additions does not blur the comparison.
     """
     micro_batches = trainer.args.gradient_accumulation_steps
     findings = []
     with prepared(trainer, double=True):
         assert trainer.plan is not None
-        shards = [list(background[k::micro_batches]) for k in range(micro_batches)]
+        rank, world_size = trainer.args.process_index, trainer.args.world_size
+        mine = background[rank::world_size]
+        shards = [list(mine[k::micro_batches]) for k in range(micro_batches)]
         without = record_step(trainer, shards)
         findings += _noise_findings(trainer, without)
         for name, extra in canaries:
-            with_canary = record_step(trainer, [*shards[:-1], [*shards[-1], extra]])
+            # The canary goes to the last micro-batch of the last rank, which is not the one that draws the noise.
+            added = [extra] if rank == world_size - 1 else []
+            with_canary = record_step(trainer, [*shards[:-1], [*shards[-1], *added]])
             findings += _difference_findings(name, without, with_canary)
         empty = record_step(trainer, [[] for _ in range(micro_batches)])
         findings.append(_same_draws("an empty batch", without, empty))

@@ -1,0 +1,79 @@
+"""L3: the levels L0 and L1 over several real processes, joined by gloo.
+
+`audit_processes` starts them; each runs this module, and the first one prints what all of them found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from hf_dcsgd.audit import probe_canaries
+from hf_dcsgd.audit.findings import AuditReport, Finding
+from hf_dcsgd.audit.noise_scale import noise_findings
+from hf_dcsgd.audit.probe import opposed_background, probe_trainer
+from hf_dcsgd.audit.replay import replay_findings, sampler_findings
+from hf_dcsgd.trainer import DCSGDTrainer
+
+_DIMENSIONS_L1 = 50_000
+_TIMEOUT_SECONDS = 600
+
+
+def audit_processes(clipping: str, processes: int = 2, timeout: float = _TIMEOUT_SECONDS) -> AuditReport:
+    """L3 with the given strategy; RuntimeError when a process fails or hangs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += ["-m", "hf_dcsgd.audit.processes", "--clipping", clipping]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the audit over {processes} processes did not end within {timeout:g} s") from error
+    if ended.returncode != 0:
+        raise RuntimeError(f"the audit over {processes} processes failed:\n{ended.stderr[-2000:]}")
+    found = json.loads(ended.stdout.strip().splitlines()[-1])
+    findings = [
+        Finding(f["name"], float(f["measured"]), float(f["allowed"]), f"rank {rank}")
+        for rank, of_rank in enumerate(found)
+        for f in of_rank
+    ]
+    return AuditReport("L3", f"{clipping}, {processes} processes", findings)
+
+
+def _overlap_finding(trainer: DCSGDTrainer) -> Finding:
+    """Records that two ranks can draw: shards must be disjoint, or a record would count twice."""
+    loader = trainer.get_train_dataloader()
+    assert loader.batch_sampler is not None
+    mine = {index for _ in range(20) for micro_batch in loader.batch_sampler for index in micro_batch}
+    drawn = [index for indices in gather_object([sorted(mine)]) for index in indices]
+    return Finding("records drawn by two ranks", float(len(drawn) - len(set(drawn))), 0.0)
+
+
+def _findings(clipping: str) -> list[Finding]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = probe_trainer(folder, clipping)
+        found = replay_findings(trainer, opposed_background(), probe_canaries())
+        found += [*sampler_findings(trainer), _overlap_finding(trainer)]
+        return found + noise_findings(probe_trainer(folder, clipping, _DIMENSIONS_L1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clipping", required=True)
+    clipping = parser.parse_args().clipping
+    mine: list[dict[str, Any]] = [
+        {"name": f.name, "measured": f.measured, "allowed": f.allowed} for f in _findings(clipping)
+    ]
+    everything = gather_object([mine])
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(everything))
+
+
+if __name__ == "__main__":
+    main()
