@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, engine
+from hf_dcsgd.ghost.fallback import is_random
 from hf_dcsgd.losses import per_example_losses
 
 
@@ -183,3 +184,19 @@ def test_slow_parameters_are_named_in_one_warning(caplog):
         run(clipper, inputs(), losses=squared_output)
     (record,) = caplog.records
     assert "inner.bias, inner.weight" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)), False),
+        (nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)).eval(), False),
+        (nn.GRU(2, 2, num_layers=2, dropout=0.1), True),
+        (nn.GRU(2, 2, num_layers=2), False),
+        (type("StableDropout", (nn.Module,), {})(), True),  # some other dropout: by its name
+        (nn.Linear(2, 2), False),
+    ],
+)
+def test_modules_that_draw_random_numbers_are_known(module, expected):
+    assert is_random(module) is expected

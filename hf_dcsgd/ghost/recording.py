@@ -95,6 +95,7 @@ class ForwardRecorder:
         self.calls: list[Call] = []
         self.batch_size: int | None = None
         self.positions = 1
+        self._rows_are_examples = True
         self._seen: Counter[str] = Counter()
         self._model_arguments: Any = None
 
@@ -129,12 +130,14 @@ class ForwardRecorder:
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 self.batch_size = leaf.shape[0]
                 self.positions = leaf.shape[1] if leaf.dim() > 1 else 1
+                # Tokens of shape (n, choices, T) become n·choices rows inside, and look-ups are to match those.
+                self._rows_are_examples = leaf.is_floating_point() or leaf.dim() <= 2
                 return
 
     def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Position ids of shape (1, T) serve the whole batch: give every example its own copy of the look-up."""
-        n = self.batch_size
-        if self.recording and n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
+        n = self.batch_size if self.recording and self._rows_are_examples else None
+        if n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
             return (args[0].expand(n, *args[0].shape[1:]), *args[1:])
         return None
 

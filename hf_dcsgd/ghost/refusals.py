@@ -6,6 +6,10 @@ import torch
 from torch import nn
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
+# Couplings of transformers that no gradient shows, by class name.
+_HIDDEN_COUPLINGS = {
+    "NllbMoeTop2Router": "drops tokens beyond an expert's capacity, which the whole batch shares; no setting avoids it"
+}
 _INSTANCE_STATISTICS = nn.modules.instancenorm._InstanceNorm
 
 
@@ -43,6 +47,8 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
                 "normalises with statistics of the whole batch, so one record changes the gradient of the others; "
                 "replace it by nn.GroupNorm, or freeze it and keep it in eval() mode (model.train() undoes that)"
             )
+    if type(module).__name__ in _HIDDEN_COUPLINGS:
+        return _HIDDEN_COUPLINGS[type(module).__name__]
     if isinstance(module, _INSTANCE_STATISTICS) and module.track_running_stats and module.training:
         return (
             "collects running statistics of the records, which no noise protects; make it with "
