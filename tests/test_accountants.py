@@ -1,0 +1,169 @@
+"""The room behind `accounting`: what the shortcuts leave out changes nothing, and nothing is printed."""
+
+import logging
+import math
+
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
+from absl import logging as absl_logging
+from dp_accounting import rdp
+
+from hf_dcsgd import accountants
+from hf_dcsgd.accountants import (
+    RDP_ORDERS,
+    calibrate_rdp,
+    pld_epsilon,
+    pld_interval,
+    rdp_epsilon,
+    rdp_of_one_step,
+    smallest_noise_multiplier,
+)
+
+# At such a rate dp_accounting's fractional orders do not converge, and it says so order by order.
+LOUD = {"noise_multiplier": 3.0, "sampling_rate": 0.5}
+
+
+def plain_accountant(noise_multiplier: float, sampling_rate: float, steps: int) -> rdp.RdpAccountant:
+    event = dp_accounting.PoissonSampledDpEvent(sampling_rate, dp_accounting.GaussianDpEvent(noise_multiplier))
+    return rdp.RdpAccountant(RDP_ORDERS).compose(event, steps)
+
+
+@pytest.fixture
+def absl_messages():
+    """What reaches absl's handlers while the test runs."""
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    ear = Ear()
+    logger = absl_logging.get_absl_logger()
+    logger.addHandler(ear)
+    yield heard
+    logger.removeHandler(ear)
+
+
+def test_orders_reach_1024_without_wide_gaps():
+    orders = np.array(RDP_ORDERS)
+    assert orders[0] == 1.1
+    assert orders[-1] == 1024
+    assert np.all(np.diff(orders) > 0)
+    assert np.all(orders[1:] / orders[:-1] < 1.1)
+
+
+def test_orders_that_do_not_converge_are_left_out_in_silence(absl_messages: list[str]):
+    rdp_of_one_step.cache_clear()
+    epsilon, _ = rdp_epsilon(**LOUD, steps=50, delta=1e-5)
+    assert absl_messages == []
+    plain = plain_accountant(**LOUD, steps=50)
+    assert any("failed to converge" in message for message in absl_messages), "the library no longer complains"
+    assert epsilon == pytest.approx(plain.get_epsilon(1e-5), rel=1e-10)
+
+
+def test_other_absl_messages_still_come_through(absl_messages: list[str]):
+    with accountants.quiet_orders():
+        absl_logging.warning("something else")
+    assert absl_messages == ["something else"]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "rate", "steps", "delta"),
+    [
+        (0.75, 0.0025, 2045, 1e-5),
+        (2.4, 0.0025, 2045, 1e-19),
+        (50.0, 0.01, 500, 1e-5),
+        (1.0, 0.2, 1000, 1e-6),
+        (9, 1, 3, 0.4),
+    ],
+)
+def test_skipping_high_orders_changes_nothing(sigma: float, rate: float, steps: int, delta: float):
+    expected, order = plain_accountant(sigma, rate, steps).get_epsilon_and_optimal_order(delta)
+    assert rdp_epsilon(sigma, rate, steps, delta) == pytest.approx((expected, order), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1e-6, 1e-3])
+@pytest.mark.parametrize("sigma", [1.0, 1000.0])
+def test_divergence_is_not_below_the_exact_one(rate: float, sigma: float):
+    """Against sixty digits: rounding alone may make the library's divergence negative, which it takes for ε = 0."""
+    divergences = rdp_of_one_step(sigma, rate)
+    with mpmath.workdps(60):
+        for order in (2, 17, 63):
+            q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
+            terms = (
+                mpmath.binomial(order, k) * (1 - q) ** (order - k) * q**k * mpmath.exp((k * k - k) / (2 * s * s))
+                for k in range(order + 1)
+            )
+            exact = mpmath.log(mpmath.fsum(terms)) / (order - 1)
+            computed = divergences[RDP_ORDERS.index(float(order))]
+            assert 0 <= float(computed - exact) < 1e-13 + 1e-9 * float(exact)
+
+
+def test_a_divergence_rounded_below_zero_is_not_perfect_privacy():
+    run = {"noise_multiplier": 1000.0, "sampling_rate": 1e-9}
+    assert plain_accountant(**run, steps=1).rdp.min() < 0, "pick another run: this one no longer rounds below zero"
+    assert np.all(rdp_of_one_step(**run) > 0)
+
+
+def test_cached_divergences_cannot_be_written():
+    with pytest.raises(ValueError, match="read-only"):
+        rdp_of_one_step(1.0, 0.01)[0] = 0.0
+
+
+def test_small_budgets_do_not_jump_to_endless_noise():
+    """Low orders alone would meet this budget only where noise drowns everything (σ over 30,000)."""
+    sigma = calibrate_rdp(0.01, 1e-5, 0.01, 1000)
+    assert sigma == pytest.approx(87.474, abs=1e-3)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("target", [1e-3, 1.0, 1e5])
+def test_search_ends_on_the_safe_side(guess: float, target: float):
+    sigma = smallest_noise_multiplier(lambda sigma: sigma**-2, target, guess=guess)
+    assert sigma**-2 <= target
+    assert sigma == pytest.approx(target**-0.5, rel=2e-8)
+
+
+def test_search_bears_jumps_and_infinities():
+    def jumpy(sigma: float) -> float:
+        return math.inf if sigma < 0.3 else 5.0 if sigma < 2.7 else 0.0
+
+    sigma = smallest_noise_multiplier(jumpy, 1.0)
+    assert sigma == pytest.approx(2.7, rel=1e-7)
+    assert sigma >= 2.7
+
+
+def test_search_bears_wobbles():
+    sigma = smallest_noise_multiplier(lambda sigma: 1 / sigma + 1e-9 * math.sin(1e12 * sigma), 0.5)
+    assert 1 / sigma + 1e-9 * math.sin(1e12 * sigma) <= 0.5
+    assert sigma == pytest.approx(2.0, rel=1e-6)
+
+
+def test_search_gives_up_on_what_noise_cannot_meet():
+    assert smallest_noise_multiplier(lambda sigma: 2.0, 1.0) is None
+    assert smallest_noise_multiplier(lambda sigma: math.inf, 1.0) is None
+    assert smallest_noise_multiplier(lambda sigma: 0.0, 1.0) < 1e-4
+
+
+def test_search_starts_exactly_at_the_answer():
+    assert smallest_noise_multiplier(lambda sigma: 1 / sigma, 1 / 3.0, guess=3.0) == pytest.approx(3.0, rel=2e-8)
+
+
+# --- the grid of privacy losses --------------------------------------------------------------------------------------
+
+
+def test_grid_follows_the_losses():
+    assert pld_interval(0.67, 256 / 104743, 2045) == 1e-4
+    assert pld_interval(100.0, 0.01, 1000) < 2e-5
+    assert pld_interval(0.05, 0.01, 10) > 1e-3
+    assert pld_interval(1.0, 1.0, 10_000) == pytest.approx(pld_interval(0.01, 1.0, 1))
+
+
+def test_a_coarser_grid_only_adds():
+    fine, coarse = (pld_epsilon(2.0, 0.05, 200, 1e-5, interval) for interval in (1e-4, 1e-3))
+    assert fine <= coarse <= fine * 1.01
