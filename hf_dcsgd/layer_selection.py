@@ -150,16 +150,17 @@ def _base_name(model: nn.Module) -> str:
 
 
 def _block_list(model: nn.Module) -> str:
-    """Name of the list of transformer blocks: the outermost list of modules with the most parameters.
+    """Name of the list of transformer blocks: the list of modules with the most parameters.
 
-    Outermost, as blocks may hold lists themselves (T5's sub-layers, experts). Plain modules may use `nn.Sequential`.
+    Blocks may hold lists themselves (T5's sub-layers, experts); these are never larger, and come later in case of a
+    tie (ALBERT's single group). Plain modules may use `nn.Sequential`.
     """
     base = _base_name(model)
     kinds = (nn.ModuleList,) if hasattr(model, "base_model_prefix") else (nn.ModuleList, nn.Sequential)
     sizes: dict[str, int] = {}
     for name, module in model.named_modules():
         inside = _is_under(name, [base]) if base else bool(name)
-        if inside and isinstance(module, kinds) and len(module) and not _is_under(name, list(sizes)):
+        if inside and isinstance(module, kinds) and len(module):
             sizes[name] = sum(parameter.numel() for parameter in module.parameters())
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         sizes = {name: size for name, size in sizes.items() if "decoder" in name.split(".")} or sizes
