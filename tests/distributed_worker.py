@@ -83,7 +83,13 @@ def losses_of(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def make_trainer(
-    output_dir: Path, *, model: nn.Module | None = None, records: int = 60, callbacks: Any = None, **options: Any
+    output_dir: Path,
+    *,
+    model: nn.Module | None = None,
+    model_init: Callable[[], nn.Module] | None = None,
+    records: int = 60,
+    callbacks: Any = None,
+    **options: Any,
 ) -> DCSGDTrainer:
     """B = 8 over all ranks, 6 steps, nothing logged, saved or evaluated, unless the options say otherwise."""
     defaults = {
@@ -99,7 +105,8 @@ def make_trainer(
         "use_cpu": True,
     }
     return DCSGDTrainer(
-        model=seeded_net() if model is None else model,
+        model=seeded_net() if model is None and model_init is None else model,
+        model_init=model_init,
         args=DCSGDTrainingArguments(output_dir=str(output_dir / "run"), **(defaults | options)),
         train_dataset=Records(records),
         eval_dataset=Records(21),
@@ -290,7 +297,7 @@ def inclusion(directory: Path) -> dict[str, Any]:
 
 
 def seeded(directory: Path) -> dict[str, Any]:
-    """Two runs with the same unsafe_noise_seed, accumulation and different global seeds."""
+    """Two runs with the same unsafe_noise_seed, other global seeds, and rows fetched here or in a worker process."""
     digests = []
     for attempt in range(2):
         trainer = make_trainer(
@@ -299,6 +306,7 @@ def seeded(directory: Path) -> dict[str, Any]:
             per_device_train_batch_size=8 // WORLD_SIZE // 2,
             gradient_accumulation_steps=2,
             seed=attempt,
+            dataloader_num_workers=attempt,
         )
         trainer.train()
         digests.append(digest(trainer))
@@ -356,6 +364,31 @@ def two_then_one(directory: Path) -> dict[str, Any]:
     trainer = make_trainer(directory, callbacks=[EachStep(stop_at=3)], **settings)
     trainer.train()
     return {"digest": digest(trainer)}
+
+
+def own_disks(directory: Path) -> dict[str, Any]:
+    """Machines without a common disk: each saves, and resumes from, its own checkpoint."""
+    directory = directory / f"machine{RANK}"
+    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_on_each_node": True}
+    make_trainer(directory, callbacks=[EachStep(stop_at=3)], **settings).train()
+    trainer = make_trainer(directory, **settings)
+    trainer.train(resume_from_checkpoint=str(directory / "run" / "checkpoint-3"))
+    assert trainer.mechanism is not None
+    return {"digest": digest(trainer), "step": trainer.state.global_step, "charged": trainer.mechanism.charged}
+
+
+def search(directory: Path) -> dict[str, Any]:
+    """Two trials of a search, which transformers steers from the main process."""
+    trainer = make_trainer(directory, model_init=lambda: seeded_net())
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)},
+        compute_objective=lambda metrics: metrics["eval_loss"],
+        n_trials=2,
+        backend="optuna",
+    )
+    assert (best is not None) == (RANK == 0)
+    assert trainer.search_cost is not None
+    return {"cost": trainer.search_cost.describe()}
 
 
 def whole_job(directory: Path) -> dict[str, Any]:
@@ -456,6 +489,8 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
         disagreement,
         interrupted,
         two_then_one,
+        own_disks,
+        search,
         whole_job,
         collectives,
         dying,

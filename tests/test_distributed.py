@@ -39,6 +39,7 @@ SHARED = (
     "disagreement",
     "interrupted",
     "two_then_one",
+    "search",
     "whole_job",
     "collectives",
 )
@@ -286,6 +287,14 @@ def test_a_whole_job_evaluates_saves_and_loads_the_same_best_model(pair: Path) -
     assert state.unsafe_noise_seed is None
 
 
+def test_a_search_runs_and_charges_its_trials_on_all_ranks_alike(pair: Path) -> None:
+    first, second = saw(pair, "search")
+    assert first == second
+    assert "2 trials" in first["cost"]
+    ledgers = list((pair / "search").rglob(PrivacyLedger.FILENAME))
+    assert [PrivacyLedger.read(ledger.parent).total_charged for ledger in ledgers] == [6, 6]
+
+
 # --- the end of a process --------------------------------------------------------------------------------------------
 
 
@@ -387,6 +396,16 @@ def test_the_glue_example_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_fsdp_asked_of_accelerate_is_refused(tmp_path: Path, version: str) -> None:
+    options = ["--use_fsdp", "--fsdp_version", version, "--num_processes", "2", "--main_process_port", "0"]
+    ended = launch([*ACCELERATE, *options, worker.__file__, tmp_path, "two_then_one"], check=False)
+    assert ended.returncode != 0
+    assert "FSDP (ACCELERATE_USE_FSDP=true) cannot be used for private training" in ended.stdout
+    assert "plain data parallelism" in ended.stdout
+
+
+@pytest.mark.slow
 def test_two_nodes_with_one_process_each(tmp_path: Path) -> None:
     """The configuration file for several machines, both of them this one."""
     config = CONFIGS / "multi_node.yaml"
@@ -395,7 +414,7 @@ def test_two_nodes_with_one_process_each(tmp_path: Path) -> None:
     common += ["--main_process_ip", "127.0.0.1", "--main_process_port", port]
     nodes = [
         subprocess.Popen(
-            [str(p) for p in [*common, "--machine_rank", str(k), worker.__file__, tmp_path, "two_then_one"]],
+            [str(p) for p in [*common, "--machine_rank", str(k), worker.__file__, tmp_path, "own_disks"]],
             env=os.environ | ENVIRONMENT,
             stdout=subprocess.DEVNULL,
         )
@@ -408,5 +427,8 @@ def test_two_nodes_with_one_process_each(tmp_path: Path) -> None:
             if node.poll() is None:
                 for child in [*psutil.Process(node.pid).children(recursive=True), node]:
                     child.kill()
-    first, second = saw(tmp_path, "two_then_one")
+    first, second = saw(tmp_path, "own_disks")
     assert first == second
+    assert (first["step"], first["charged"]) == (6, 6)
+    ledgers = [path.parent.parent.name for path in tmp_path.rglob(PrivacyLedger.FILENAME)]
+    assert ledgers == ["machine0"]
