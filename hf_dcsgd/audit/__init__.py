@@ -22,7 +22,7 @@ from hf_dcsgd.audit.distinguishing import TRIALS, distinguishing_findings
 from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import DRAWS, noise_findings
 from hf_dcsgd.audit.probe import canary, direction, opposed_background, probe_trainer
-from hf_dcsgd.audit.replay import replay_findings, sampler_findings
+from hf_dcsgd.audit.replay import ledger_findings, replay_findings, sampler_findings
 from hf_dcsgd.trainer import DCSGDTrainer
 
 __all__ = ["AuditReport", "Finding", "audit_strategy", "audit_trainer", "probe_canaries"]
@@ -55,7 +55,7 @@ def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draw
     for k in range(min(4, len(taken))):
         others = [*taken[:k], *taken[k + 1 :]]
         replayed.extend(replay_findings(trainer, others, [(f"row {k}", taken[k])]))
-    replayed.extend(sampler_findings(trainer))
+    replayed.extend([*sampler_findings(trainer), *ledger_findings(trainer)])
     return [replayed, AuditReport("L1", subject, noise_findings(trainer, draws))]
 
 
@@ -66,7 +66,8 @@ def audit_strategy(clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int
         if 0 in levels:
             trainer = probe_trainer(folder, clipping)
             findings = replay_findings(trainer, opposed_background(), probe_canaries())
-            reports.append(AuditReport("L0", clipping, [*findings, *sampler_findings(trainer)]))
+            findings += [*sampler_findings(trainer), *ledger_findings(trainer)]
+            reports.append(AuditReport("L0", clipping, findings))
         if 1 in levels:
             reports.append(
                 AuditReport("L1", clipping, noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1)))

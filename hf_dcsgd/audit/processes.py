@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -26,10 +27,19 @@ _DIMENSIONS_L1 = 50_000
 _TIMEOUT_SECONDS = 600
 
 
-def audit_processes(clipping: str, processes: int = 2, timeout: float = _TIMEOUT_SECONDS) -> AuditReport:
-    """L3 with the given strategy; RuntimeError when a process fails or hangs."""
+def audit_processes(
+    clipping: str,
+    processes: int = 2,
+    *,
+    entry: Sequence[str] = ("-m", "hf_dcsgd.audit.processes"),
+    timeout: float = _TIMEOUT_SECONDS,
+) -> AuditReport:
+    """L3 with the given strategy; RuntimeError when a process fails or hangs.
+
+    `entry` is what each process runs: a script of yours may change something first, then call `main` of this module.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", "hf_dcsgd.audit.processes", "--clipping", clipping]
+    command += [*entry, "--clipping", clipping]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)

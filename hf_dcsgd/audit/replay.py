@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from hf_dcsgd.accounting import combined_noise_multiplier, epsilon_spent
 from hf_dcsgd.audit.findings import Finding
 from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.ledger import PrivacyLedger
 from hf_dcsgd.mechanism import DPMechanism
 from hf_dcsgd.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.trainer import DCSGDTrainer
@@ -240,3 +242,20 @@ def sampler_findings(trainer: DCSGDTrainer, logical_batches: int = 200) -> list[
         Finding("records drawn twice in a logical batch", float(repeats), 0.0),
         Finding("draws against the accounted rate, in standard deviations", deviation if rate < 1 else 0.0, 5.0),
     ]
+
+
+def ledger_findings(trainer: DCSGDTrainer) -> list[Finding]:
+    """Steps charged after a checkpoint was written stay charged when the run goes on from it."""
+    plan = trainer.plan or trainer._make_plan()
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = PrivacyLedger.open(folder, plan.privacy_dict(), resume=False)
+        mechanism = DPMechanism(plan, noise=SilentNoise(), ledger=ledger)
+        nothing = torch.zeros(plan.num_parameters)
+        mechanism.release(nothing)
+        checkpoint = mechanism.state_dict()
+        mechanism.release(nothing)
+        mechanism.release(nothing)
+        ledger.close()
+        resumed = DPMechanism(plan, ledger=PrivacyLedger.open(folder, plan.privacy_dict(), resume=True))
+        resumed.load_state_dict(checkpoint)
+        return [Finding("steps released but not charged after a resume", 3.0 - resumed.charged, 0.0)]
