@@ -18,11 +18,13 @@ class ParityError(RuntimeError):
 def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
     """A batch of the same shapes with made-up content: random tokens and numbers, full attention, zeros elsewhere.
 
-    Special tokens in `keep_tokens` stay where they are, since some models look for them.
+    Special tokens, those in `keep_tokens` and those of the model's config, stay where they are and appear nowhere
+    else, since some models look for them.
     """
     generator = torch.Generator().manual_seed(0)
     input_embeddings: Any = getattr(model, "get_input_embeddings", None)
     vocabulary = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    special = torch.tensor(sorted({*keep_tokens, *_config_tokens(model)}), dtype=torch.long)
     made = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor):
@@ -30,12 +32,20 @@ def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tupl
         elif value.is_floating_point():
             made[name] = torch.rand(value.shape, generator=generator).to(value)
         elif "input_ids" in name and vocabulary is not None:
-            tokens = torch.randint(vocabulary, value.shape, generator=generator).to(value)
-            special = torch.isin(value, torch.tensor(keep_tokens, dtype=value.dtype, device=value.device))
-            made[name] = torch.where(special, value, tokens)
+            ordinary = torch.arange(vocabulary)
+            ordinary = ordinary[~torch.isin(ordinary, special)]
+            tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)
+            made[name] = torch.where(torch.isin(value, special.to(value)), value, tokens)
         else:
             made[name] = torch.ones_like(value) if "mask" in name else torch.zeros_like(value)
     return made
+
+
+def _config_tokens(model: nn.Module) -> list[int]:
+    """Ids of the tokens that a transformers config names (`eos_token_id` and the like)."""
+    to_dict: Any = getattr(getattr(model, "config", None), "to_dict", None)
+    named = [value for key, value in to_dict().items() if key.endswith("_token_id")] if callable(to_dict) else []
+    return [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]
 
 
 def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], tolerance: float) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
+from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
@@ -198,6 +199,14 @@ class DCSGDTrainer(PublishingTrainer):
 
     # -- the start of a run ------------------------------------------------------------------------------------------
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As transformers does; a checkpoint that was not written to its end is never resumed from."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
+        elif resume_from_checkpoint:
+            resume_from_checkpoint = require_complete(resume_from_checkpoint)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> Any:
@@ -292,12 +301,12 @@ class DCSGDTrainer(PublishingTrainer):
         self.model.eval()
         try:
             with self.compute_loss_context_manager():
+                check_parity(self.clipper, lambda: self._losses(batch)[0], 5e-2 if self.args.bf16 else 1e-3)
                 if self.per_example_loss_func is not None:
+                    model_inputs, labels = self._split(batch)
                     with torch.no_grad():
-                        model_inputs, labels = self._split(batch)
                         outputs = self.model(**model_inputs)
                     require_separable_losses(self.per_example_loss_func, outputs, labels, batch_length(batch))
-                check_parity(self.clipper, lambda: self._losses(batch)[0], 5e-2 if self.args.bf16 else 1e-3)
         finally:
             self._train_mode()
 
