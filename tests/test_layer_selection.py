@@ -190,6 +190,9 @@ def test_parameter_names_and_prefixes_are_not_confused() -> None:
     ]
     deep = nn.Sequential(*[nn.Linear(2, 2) for _ in range(12)])
     assert select_trainable_layers(deep, "1") == ["1.weight", "1.bias"]  # and not 10 or 11
+    plain = nn.Module()
+    plain.norm_in, plain.blocks, plain.norm = nn.LayerNorm(2), deep, nn.LayerNorm(2)
+    assert select_trainable_layers(plain, "head") == ["norm.weight", "norm.bias"]  # and not norm_in
 
 
 @settings(deadline=None, max_examples=60)
