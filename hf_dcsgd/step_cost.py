@@ -19,33 +19,40 @@ _BUFFERS = 6
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of tensors made and still alive inside the `with` block; `peak` is the most at one time."""
+    """Counts the bytes of tensors made and still alive inside the `with` block; `peak` is the most at one time.
+
+    What existed before is not counted, nor are views of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._seen: set[int] = set()
+        self._counted: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = {_storage_id(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)}
         for leaf in tree_flatten(result)[0]:
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
+            if isinstance(leaf, Tensor) and _storage_id(leaf) not in given:
+                self._count(leaf)
         return result
 
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
+    def _count(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _storage_id(tensor)
+        if key in self._counted:
             return
-        self._seen.add(key)
-        self.live += size
+        self._counted.add(key)
+        self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._remove, key, size)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
 
-    def _remove(self, key: int, size: int) -> None:
-        self._seen.discard(key)
+    def _forget(self, key: int, size: int) -> None:
+        self._counted.discard(key)
         self.live -= size
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def measure_step(
