@@ -122,6 +122,12 @@ def test_the_models_without_a_task_and_without_blocks() -> None:
     assert select_trainable_layers(ARCHITECTURES["lstm"].build(), "lstm,classifier")[0] == "lstm.weight_ih_l0"
 
 
+def test_a_large_list_of_heads_is_not_taken_for_the_blocks() -> None:
+    model = ARCHITECTURES["bert_token"].build()
+    model.extra_heads = nn.ModuleList([nn.Linear(HIDDEN, 1000), nn.Linear(HIDDEN, 1000)])
+    assert select_trainable_layers(model) == under(model, ["bert.encoder.layer.1", "classifier", "extra_heads"])
+
+
 def test_seq2seq_takes_the_decoder_even_when_the_encoder_is_larger() -> None:
     model = hf.T5ForConditionalGeneration(
         hf.T5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_heads=2, num_layers=6, num_decoder_layers=1)
