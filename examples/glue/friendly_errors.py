@@ -11,6 +11,7 @@ from pathlib import Path
 import hf_dcsgd
 
 EXIT_CODE = 2
+INTERRUPTED = 130
 _OWN_PACKAGE = Path(hf_dcsgd.__file__).parent
 
 
@@ -35,6 +36,9 @@ def exit_with_one_line(run: Callable[[], object]) -> int:
     """
     try:
         run()
+    except KeyboardInterrupt:
+        print("interrupted; after the first checkpoint, --resume_from_checkpoint last goes on", file=sys.stderr)
+        return INTERRUPTED
     except UserError as error:
         return _say(error)
     except (ValueError, RuntimeError) as error:

@@ -216,13 +216,16 @@ def tokenized(data: GlueData, split: str, tokenizer: Any, args: DataTrainingArgu
     limit = min(args.max_seq_length, tokenizer.model_max_length)
     label = data.columns.label
     has_labels = label in rows.column_names and not (split.startswith("test") and _unlabelled(rows, label))
+    if has_labels:
+        # Under its own name, `map` would keep the column's type, and write the ids as strings.
+        rows = rows.rename_column(label, "unmapped_label")
 
     def prepare(batch: dict[str, list[Any]]) -> dict[str, Any]:
         texts = [[str(text) for text in batch[name]] for name in data.columns.texts]
         padding = "max_length" if args.pad_to_max_length else False
         encoded = dict(tokenizer(*texts, padding=padding, max_length=limit, truncation=True))
         if has_labels:
-            encoded["label"] = [_label_id(value, ids, label, split) for value in batch[label]]
+            encoded["label"] = [_label_id(value, ids, label, split) for value in batch["unmapped_label"]]
         return encoded
 
     return rows.map(

@@ -138,6 +138,9 @@ def load_model(args: ModelArguments, data: GlueData) -> tuple[Any, torch.nn.Modu
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, name, is_trainable=True)
+    # Some tokenizers do not know how long a text their model takes.
+    positions = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
