@@ -51,6 +51,7 @@ NOTES = (
     "Gaussian noise is drawn in floating point. Attacks on its finite precision are not covered by the guarantee.",
     "The guarantee is for this one run. Choosing among several runs on the same data costs more.",
 )
+_MODEL_DETAILS = ("total_parameters", "class", "base_model", "trainable_layers", "groups")
 # Second opinions by PLD use a grid ten times coarser: half a second instead of five, and still an upper bound.
 _COARSER = 10.0
 
@@ -270,7 +271,7 @@ def _composed_epsilon(runs: list[tuple[LedgerRun, PrivacyPlan]], delta: float) -
 
 def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> dict[str, Any]:
     if record is None:
-        return {"num_parameters": plan.num_parameters}
+        return {"num_parameters": plan.num_parameters, **dict.fromkeys(_MODEL_DETAILS)}
     counts: dict[str, int] = {}
     for rule in record["rules"].values():
         counts[rule] = counts.get(rule, 0) + 1
