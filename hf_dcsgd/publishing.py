@@ -42,15 +42,17 @@ class PublishingTrainer(Trainer):
     clipper: GhostClipper | None
     _layers: str | None = None
     _run_dir: Path | None = None
+    _run_started: bool = False
 
     # -- the report --------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """As transformers does. A privacy report is written into the run's directory, also when the run breaks off."""
+        self._run_started = False
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._run_dir is not None and self.is_world_process_zero():
+            if self._run_started and self._run_dir is not None and self.is_world_process_zero():
                 self._record_run(self._run_dir)
                 path = report.try_to_write_report(self._run_dir)
                 if path is not None:
@@ -65,7 +67,7 @@ class PublishingTrainer(Trainer):
 
     def _record_run(self, run_dir: Path) -> None:
         """Writes down what is trained. At the start of a run; and at its end, when all slow parameters are known."""
-        self._run_dir = run_dir
+        self._run_dir, self._run_started = run_dir, True
         if self.is_world_process_zero():
             assert self.plan is not None
             assert self.clipper is not None

@@ -340,6 +340,17 @@ def test_an_interrupted_run_leaves_its_report_too(tmp_path: Path):
     assert found["steps"]["released"] + found["steps"]["lost"] == 2
 
 
+def test_a_run_that_was_refused_leaves_the_last_report_alone(tmp_path: Path, no_report_page: None):
+    trainer = feature_trainer(tmp_path)
+    trainer.train()
+    before = (tmp_path / "privacy_run.json").read_text()
+    trainer.args.noise_multiplier = 2.0
+    with pytest.raises(RuntimeError, match="trained for 4 charged steps"):
+        trainer.train()
+    assert (tmp_path / "privacy_run.json").read_text() == before
+    assert trainer.privacy_report()["noise"]["noise_multiplier"] == SIGMA
+
+
 def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report_page: None):
     trainer = feature_trainer(tmp_path)
     trainer.train()
