@@ -26,8 +26,15 @@ from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, r
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.losses import checked_user_losses, per_example_losses, require_separable_losses, split_labels
+from hf_dcsgd.losses import (
+    checked_user_losses,
+    per_example_losses,
+    require_separable_losses,
+    split_labels,
+    unwrapped_model,
+)
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
+from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
 from hf_dcsgd.parity import check_parity, synthetic_like
 from hf_dcsgd.processes import (
     on_main_process,
@@ -47,6 +54,8 @@ from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+PADDING_CHECK_ROWS = 32  # among so many there will be two of unequal length, if there are any
 
 
 class DCSGDTrainer(PublishingTrainer):
@@ -294,6 +303,7 @@ class DCSGDTrainer(PublishingTrainer):
     def _check_parity(self) -> None:
         assert self.clipper is not None
         rows, collate = self._rows_and_collator()
+        tolerance = 5e-2 if self.args.bf16 else 1e-3
         with public_randomness(self.args.device):
             collated = self._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
         special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
@@ -301,7 +311,8 @@ class DCSGDTrainer(PublishingTrainer):
         self.model.eval()
         try:
             with self.compute_loss_context_manager():
-                check_parity(self.clipper, lambda: self._losses(batch)[0], 5e-2 if self.args.bf16 else 1e-3)
+                check_parity(self.clipper, lambda: self._losses(batch)[0], tolerance)
+                self._check_padding(tolerance)
                 if self.per_example_loss_func is not None:
                     model_inputs, labels = self._split(batch)
                     with torch.no_grad():
@@ -309,6 +320,17 @@ class DCSGDTrainer(PublishingTrainer):
                     require_separable_losses(self.per_example_loss_func, outputs, labels, batch_length(batch))
         finally:
             self._train_mode()
+
+    def _check_padding(self, tolerance: float) -> None:
+        rows, collate = self._rows_and_collator()
+        config = getattr(unwrapped_model(self.model), "config", None)
+        with public_randomness(self.args.device):
+            some_rows = [rows[i] for i in range(min(len(rows), PADDING_CHECK_ROWS))]
+            example = padded_and_bare(collate, some_rows, getattr(config, "is_encoder_decoder", False))
+        if example is not None:
+            with torch.no_grad():
+                padded, bare = (self._losses(self._prepare_inputs(inputs))[0] for inputs in example)
+            require_padding_invariance(padded, bare, tolerance)
 
     # -- the private step --------------------------------------------------------------------------------------------
 
@@ -364,8 +386,9 @@ class DCSGDTrainer(PublishingTrainer):
         outputs = self.model(**model_inputs)
         if self.per_example_loss_func is not None:
             return checked_user_losses(self.per_example_loss_func, outputs, labels, batch_length(inputs)), outputs
-        smoothing = self.args.label_smoothing_factor
-        return per_example_losses(self.model, outputs, labels, label_smoothing=smoothing), outputs
+        smoothing, mask = self.args.label_smoothing_factor, inputs.get("attention_mask")
+        losses = per_example_losses(self.model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
+        return losses, outputs
 
     def _split(self, inputs: Batch) -> tuple[Batch, Any]:
         return split_labels(self.model, inputs, self.label_names if self.args.label_names else None)

@@ -1,0 +1,258 @@
+"""Real faults: processes that are killed at random, full disks, read-only folders, damaged files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.checkpoints import is_complete, last_complete_checkpoint, require_complete
+from hf_dcsgd.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism
+
+STEPS = 40
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.layer(features)
+
+
+def make_trainer(folder: Path, steps: int = STEPS, **options) -> DCSGDTrainer:
+    settings = {
+        "per_device_train_batch_size": 8,
+        "max_steps": steps,
+        "save_steps": 2,
+        "logging_steps": 5,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "clipping": "fixed",
+        **options,
+    }
+    torch.manual_seed(0)
+    rows = [{"features": torch.randn(4), "labels": torch.tensor(k % 2)} for k in range(64)]
+    return DCSGDTrainer(Classifier(), DCSGDTrainingArguments(str(folder), **settings), train_dataset=rows)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if is_complete(path)]
+
+
+def released_steps(folder: Path) -> int:
+    released = folder / "released"
+    return released.stat().st_size if released.exists() else 0
+
+
+def train_in_a_child(folder: Path, steps: int) -> int:
+    """Forks a real process that trains, resuming where it can, and notes every release; returns its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        release = DPMechanism.release
+
+        def noted(self: DPMechanism, clipped_sum: torch.Tensor):
+            result = release(self, clipped_sum)
+            with (folder / "released").open("ab", buffering=0) as note:
+                note.write(b".")
+            return result
+
+        DPMechanism.release = noted
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 1)
+        os.dup2(sink, 2)
+        trainer = make_trainer(folder, steps)
+        try:
+            trainer.train(resume_from_checkpoint=bool(complete_checkpoints(folder)))
+            code = 0
+        except BudgetExhausted:
+            code = 0
+    finally:
+        os._exit(code)
+
+
+def kill_and_resume(folder: Path, steps: int, generator: random.Random) -> int:
+    """Kills the run at random points until it ends by itself; returns the number of kills."""
+    kills = 0
+    while True:
+        target = released_steps(folder) + generator.randrange(12)
+        pid = train_in_a_child(folder, steps)
+        ended, status = 0, 0
+        while not ended and released_steps(folder) < target:
+            time.sleep(0.001)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        if not ended:
+            # Anywhere: in the forward, between charge and release, in the optimizer, while a checkpoint is written.
+            time.sleep(generator.uniform(0, 0.05))
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        if (folder / PrivacyLedger.FILENAME).exists():
+            runs = PrivacyLedger.read(folder).runs
+            assert sum(run.charged for run in runs) >= released_steps(folder)
+            assert all(run.charged <= steps for run in runs)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            return kills
+        kills += 1
+
+
+def test_a_run_that_is_killed_again_and_again_ends_within_its_budget(tmp_path: Path) -> None:
+    kills = kill_and_resume(tmp_path, STEPS, random.Random(0))
+    print(f"{kills} kills, {released_steps(tmp_path)} steps released")
+    assert PrivacyLedger.read(tmp_path).runs[-1].charged == STEPS
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    generator, kills, runs = random.Random(1), 0, 0
+    while kills < 100:
+        folder = tmp_path / f"run-{runs}"
+        folder.mkdir()
+        kills += kill_and_resume(folder, 120, generator)
+        runs += 1
+        assert PrivacyLedger.read(folder).runs[-1].charged == 120
+    print(f"{kills} kills over {runs} runs that all ended: charged >= released every time")
+
+
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=6)
+    trainer.train()
+    last = tmp_path / "checkpoint-6"
+    state = (last / "trainer_state.json").read_text()
+    (last / "trainer_state.json").write_text(state[: len(state) // 2])
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-6"):
+        require_complete(last)
+    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-6"):
+        make_trainer(tmp_path, max_steps=6).train(resume_from_checkpoint=str(last))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="found none"):
+        last_complete_checkpoint(tmp_path / "empty")
+
+
+def test_a_full_disk_stops_the_step_before_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills up while a charge is written: nothing of that step comes out."""
+    trainer = make_trainer(tmp_path)
+    write, releases = os.write, []
+    released = DPMechanism.release
+
+    def counted(self: DPMechanism, clipped_sum: torch.Tensor):
+        result = released(self, clipped_sum)
+        releases.append(1)
+        return result
+
+    def full(handle: int, data: bytes) -> int:
+        if b'"charged": 8' in data:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, data)
+
+    monkeypatch.setattr(DPMechanism, "release", counted)
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train()
+    assert len(releases) == 7
+    monkeypatch.undo()
+    assert PrivacyLedger.read(tmp_path).runs[-1].charged >= 7
+    resumed = make_trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.mechanism is not None
+    assert resumed.mechanism.charged == STEPS
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """A tiny file system in memory, filled while the run saves; skipped where none can be mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size=2m tmpfs {folder} 2>/dev/null") != 0:
+        pytest.skip("no file system can be mounted here")
+    try:
+        trainer = make_trainer(folder, steps=400)
+        with pytest.raises((OSError, RuntimeError)):
+            trainer.train()
+        for checkpoint in folder.glob("checkpoint-*"):
+            if not is_complete(checkpoint):
+                shutil.rmtree(checkpoint)
+        assert PrivacyLedger.read(folder).runs[-1].charged > 0
+    finally:
+        os.system(f"umount {folder}")
+
+
+def test_a_read_only_output_directory_is_refused_before_anything_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(tmp_path)
+    opened = os.open
+
+    def read_only(path, flags, *rest, **kwargs) -> int:
+        if str(path).endswith(PrivacyLedger.FILENAME):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(path, flags, *rest, **kwargs)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(OSError, match="Read-only"):
+        trainer.train()
+    assert trainer.mechanism is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("delete", "found none"),
+        ("truncate", "not there"),
+        ("edit", "was changed"),
+        ("remove a line", "was changed"),
+        ("empty", "found none"),
+        ("garbage", "expected a run|was changed|not a ledger line"),
+    ],
+)
+def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str) -> None:
+    make_trainer(tmp_path, max_steps=8).train()
+    path = tmp_path / PrivacyLedger.FILENAME
+    lines = path.read_text().splitlines(keepends=True)
+    if damage == "delete":
+        path.unlink()
+    elif damage == "truncate":
+        path.write_text("".join(lines[:3]))
+    elif damage == "edit":
+        path.write_text("".join(lines).replace('"charged": 3', '"charged": 1'))
+    elif damage == "remove a line":
+        path.write_text("".join(lines[:3] + lines[4:]))
+    elif damage == "empty":
+        path.write_text("")
+    else:
+        path.write_bytes(b"\x00\xff garbage\n" * 10)
+    with pytest.raises(LedgerError, match=message):
+        make_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    make_trainer(tmp_path, max_steps=8).train()
+    with pytest.raises(ValueError, match=r"target_epsilon: 8\.0 in the checkpoint, 2\.0 now"):
+        make_trainer(tmp_path, max_steps=8, target_epsilon=2.0).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+        )
+
+
+def test_clock_jumps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10**9, 0, -(10**5)))
+    monkeypatch.setattr(time, "time", lambda: float(next(clock)))
+    trainer = make_trainer(tmp_path, max_steps=6)
+    trainer.train()
+    assert PrivacyLedger.read(tmp_path).runs[-1].charged == 6
+    assert json.loads((tmp_path / "privacy_report.json").read_text())
