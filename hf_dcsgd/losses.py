@@ -105,12 +105,21 @@ def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | N
     )
 
 
-def per_example_losses(model: nn.Module, outputs: Any, labels: Labels, *, label_smoothing: float = 0.0) -> Tensor:
+def per_example_losses(
+    model: nn.Module,
+    outputs: Any,
+    labels: Labels,
+    *,
+    label_smoothing: float = 0.0,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
     """Per-example losses, shape (n,), fp32; see the module's guarantee.
 
     `outputs` come from a forward without labels: anything with `.logits` (or a "logits" key), a tuple that starts with
     the logits, or the logits themselves. Losses over tokens are means over the example's own counted tokens.
-    `label_smoothing` is that of `TrainingArguments.label_smoothing_factor`, within each example.
+    `label_smoothing` is that of `TrainingArguments.label_smoothing_factor`, within each example. Answers to questions
+    are sought over all positions: `attention_mask`, if given, leaves out the padding, whose length is that of the
+    longest example in the batch.
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"expected label_smoothing in [0, 1], got {label_smoothing}")
@@ -121,7 +130,7 @@ def per_example_losses(model: nn.Module, outputs: Any, labels: Labels, *, label_
         raise ValueError(f"label_smoothing is not defined for {kind}, got {label_smoothing}")
     if kind == "question_answering":
         start, end = _output(outputs, "start_logits", 0), _output(outputs, "end_logits", 1)
-        return _question_answering_losses(start, end, *_answer_positions(labels))
+        return _question_answering_losses(start, end, *_answer_positions(labels), attention_mask)
     logits = _output(outputs, "logits", 0).float()
     if not isinstance(labels, Tensor):
         raise TypeError(f"expected labels to be a tensor for {kind}, got {type(labels).__name__}")
@@ -291,13 +300,22 @@ def _regression_losses(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - _matching(labels, logits.shape).float()).square().mean(dim=-1)
 
 
-def _question_answering_losses(start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor) -> Tensor:
+def _question_answering_losses(
+    start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor, attention_mask: Tensor | None
+) -> Tensor:
     """Mean of the two cross entropies; an answer beyond the input counts for nothing, as in transformers."""
     length = start_logits.shape[1]
+    padding = None
+    if attention_mask is not None and attention_mask.shape == start_logits.shape:
+        padding = ~attention_mask.to(start_logits.device).bool()
     halves = []
     for logits, positions in ((start_logits, start), (end_logits, end)):
         positions = _matching(positions.to(logits.device), logits.shape[:1]).clamp(0, length)
-        halves.append(_cross_entropies(logits, positions.masked_fill(positions == length, IGNORE_INDEX)))
+        beyond = positions == length
+        if padding is not None:
+            logits = logits.float().masked_fill(padding, torch.finfo(torch.float32).min)
+            beyond |= F.pad(padding, (0, 1)).gather(1, positions[:, None]).squeeze(1)
+        halves.append(_cross_entropies(logits, positions.masked_fill(beyond, IGNORE_INDEX)))
     return (halves[0] + halves[1]) / 2
 
 

@@ -18,6 +18,7 @@ class ParityError(RuntimeError):
 def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tuple[int, ...] = ()) -> dict[str, Any]:
     """A batch of the same shapes with made-up content: random tokens and numbers, full attention, zeros elsewhere.
 
+    Where the vocabulary is not known, the tokens are those of the batch in another order.
     Special tokens, those in `keep_tokens` and those of the model's config, stay where they are and appear nowhere
     else, since some models look for them.
     """
@@ -31,7 +32,9 @@ def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tupl
             made[name] = value
         elif value.is_floating_point():
             made[name] = torch.rand(value.shape, generator=generator).to(value)
-        elif "input_ids" in name and vocabulary is not None:
+        elif "input_ids" in name and not isinstance(vocabulary, int):
+            made[name] = value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
+        elif "input_ids" in name:
             ordinary = torch.arange(vocabulary)
             ordinary = ordinary[~torch.isin(ordinary, special)]
             tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)

@@ -311,6 +311,9 @@ class DCSGDTrainer(PublishingTrainer):
         self.model.eval()
         try:
             with self.compute_loss_context_manager():
+                with torch.no_grad():
+                    if not self._losses(batch)[0].isfinite().all():
+                        batch = collated  # a model that cannot make anything of made-up examples
                 check_parity(self.clipper, lambda: self._losses(batch)[0], tolerance)
                 self._check_padding(tolerance)
                 if self.per_example_loss_func is not None:
