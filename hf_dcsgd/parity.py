@@ -24,7 +24,7 @@ def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tupl
     """
     generator = torch.Generator().manual_seed(0)
     input_embeddings: Any = getattr(model, "get_input_embeddings", None)
-    vocabulary = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    vocabulary: Any = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
     special = torch.tensor(sorted({*keep_tokens, *_config_tokens(model)}), dtype=torch.long)
     made = {}
     for name, value in batch.items():
@@ -32,7 +32,7 @@ def synthetic_like(model: nn.Module, batch: Mapping[str, Any], keep_tokens: tupl
             made[name] = value
         elif value.is_floating_point():
             made[name] = torch.rand(value.shape, generator=generator).to(value)
-        elif "input_ids" in name and not isinstance(vocabulary, int):
+        elif "input_ids" in name and vocabulary is None:
             made[name] = value.flatten()[torch.randperm(value.numel(), generator=generator)].view_as(value)
         elif "input_ids" in name:
             ordinary = torch.arange(vocabulary)

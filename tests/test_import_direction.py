@@ -18,12 +18,12 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("thresholds",),
     ("plan", "tuning_cost"),
     ("mechanism",),
-    ("dataloading", "parity", "processes", "callbacks", "search_cost"),
+    ("dataloading", "parity", "padding", "processes", "callbacks", "search_cost", "checkpoints", "step_cost"),
     ("training_args",),
     ("report",),
     ("publishing",),
     ("trainer",),
-    ("audit", "feature_cache"),
+    ("audit", "feature_cache", "doctor"),
     ("cli",),
 )
 STAGES = TIERS[1]
