@@ -326,6 +326,27 @@ def test_hidden_dropout_of_a_module_without_rule():
     assert clipper.slow_parameters == {"weight"}
 
 
+class RecurrentWithin(FunctionalDropout):
+    """One that cannot be vectorised either, so that nothing but a comparison tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(4, 4, batch_first=True).requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(self.recurrent(x)[0])
+
+
+def test_what_was_verified_in_eval_mode_is_verified_again_in_train_mode():
+    model, inputs = RecurrentWithin().eval(), {"x": torch.randn(3, 5, 4)}
+    clipper = check_exact(model, inputs)
+    assert not clipper.slow_parameters
+    check_exact(clipper, inputs)
+    model.train()
+    check_exact(clipper, inputs, alone=False)
+    assert clipper.slow_parameters == {"weight"}
+
+
 class RecurrentDropout(nn.Module):
     def __init__(self) -> None:
         super().__init__()

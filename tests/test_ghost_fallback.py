@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, engine
-from hf_dcsgd.ghost.fallback import is_random
+from hf_dcsgd.ghost.fallback import fallback_contributions, is_random
 from hf_dcsgd.losses import per_example_losses
 
 
@@ -200,3 +200,13 @@ def test_slow_parameters_are_named_in_one_warning(caplog):
 )
 def test_modules_that_draw_random_numbers_are_known(module, expected):
     assert is_random(module) is expected
+
+
+def test_a_module_that_draws_random_numbers_unknown_is_not_run_again():
+    class Hidden(Scale):
+        def forward(self, x):
+            return nn.functional.dropout(super().forward(x), 0.5)
+
+    x = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match="random"):
+        fallback_contributions(Hidden(), ((x,), {}), [True], [torch.ones(3, 4)], [0])

@@ -7,7 +7,7 @@ import torch
 from architectures import ARCHITECTURES, randomised
 from ghost_checks import assert_grads, run, squared_output
 from oracles import clipped_sum_of, gradients_one_by_one, norms_of
-from test_ghost_fallback import SLOW, Around, Scale
+from test_ghost_fallback import SLOW, Around, Scale, functional_use
 from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, engine
@@ -123,7 +123,7 @@ def test_masked_attention_is_exact_beside_a_broken_example():
 
         def forward(self, x, ignored):
             mask = torch.zeros(ignored.shape).masked_fill(ignored, -torch.inf)
-            return self.attention(x, x, x, key_padding_mask=mask)[0]
+            return self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
 
     model = randomised(Masked)
     inputs = {"x": batch(), "ignored": torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [2], [4]])}
@@ -133,3 +133,34 @@ def test_masked_attention_is_exact_beside_a_broken_example():
     norms = run(GhostClipper(model), inputs, losses=squared_output)
     torch.testing.assert_close(norms[1:].double(), norms_of(gradients)[1:], rtol=1e-5, atol=0.0)
     assert_grads(model, clipped_sum_of(gradients[1:], torch.ones(3)))
+
+
+class LogPlusIdentity(torch.autograd.Function):
+    """Adds up its gradient in place, in a buffer that is not finite where the example is broken (0/0)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.log() + x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        total = grad / x
+        return total.add_(grad)
+
+
+def test_gradients_that_are_added_in_place_beside_a_broken_example():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return LogPlusIdentity.apply(functional_use(self.inner, x).square() + 0.1)
+
+    model, x = randomised(InPlace), batch()
+    gradients = gradients_one_by_one(model, {"x": x}, torch.zeros(4), squared_output)
+    x[0] = torch.nan
+    norms = run(GhostClipper(model), {"x": x}, losses=squared_output)
+    torch.testing.assert_close(norms[1:].double(), norms_of(gradients)[1:], rtol=1e-5, atol=0.0)

@@ -65,6 +65,21 @@ def test_every_layout_is_exact_whatever_sizes_come_first(layout, shapes):
         assert clipper.slow_parameters <= {"scale.weight"}
 
 
+class FirstPosition(Arranged):
+    """Only the first position counts: for the first example, (batch, position) and (position, batch) look alike."""
+
+    def forward(self, x):
+        hidden = self.last(torch.tanh(self.scale(self.norm(torch.tanh(self.first(self.arrange(x)))))))
+        return self.restore(hidden, *x.shape[:2])[:, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_example_alone_cannot_tell_the_layout(layout):
+    clipper = GhostClipper(randomised(lambda: FirstPosition(*LAYOUTS[layout])))
+    check_exact(clipper, inputs(5, 5))
+    check_exact(clipper, inputs(5, 5, seed=1))
+
+
 @pytest.mark.parametrize("name", ["xlnet", "t5", "mpnet", "bert", "bart", "deberta_v2"])
 def test_models_at_a_batch_size_that_equals_the_length(name):
     architecture = ARCHITECTURES[name]

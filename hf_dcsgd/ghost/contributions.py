@@ -20,9 +20,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-# Below this share of its upper bound, a norm taken from Gram matrices has lost digits to cancellation: the squared
-# norm is then taken again in double precision, so that an example can never pass for smaller than it is.
-_CANCELLATION = 1 / 64
+# T positions whose directions are unrelated have a squared norm of at least 1/T of its upper bound. Well below that,
+# they cancel, and the Gram form loses digits: the squared norm is then taken again in double precision, so that an
+# example can never pass for smaller than it is.
+_CANCELLATION = 1 / 8
 # Explicit gradients of large layers are formed for a few examples at a time.
 _DIRECT_CHUNK_ELEMENTS = 1 << 24
 
@@ -122,7 +123,8 @@ def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> T
     squared = _gram_squared_norms(factored)
     if positions == 1:
         return squared
-    cancelled = squared < _CANCELLATION * torch.stack([c.length_bound() for c in factored]).sum(0).square()
+    bound = torch.stack([c.length_bound() for c in factored]).sum(0).square()
+    cancelled = squared < _CANCELLATION / positions * bound
     if cancelled.any():
         index = cancelled.nonzero().flatten()
         squared[index] = _gram_squared_norms([c.select(index).double() for c in factored]).to(squared.dtype)

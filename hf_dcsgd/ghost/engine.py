@@ -131,7 +131,7 @@ class GhostClipper:
             raise RuntimeError("norms() was called twice for one forward; call accumulate() in between")
         if losses.shape[0] == 0:
             return
-        if not self._recorder.calls:
+        if not self._recorder.calls and self._recorder.batch_size is None:
             raise RuntimeError("no trainable module was called inside `with clipper:`; run the model's forward there")
         if not losses.requires_grad:
             raise ValueError("the losses do not depend on any trainable parameter (was the forward run in no_grad?)")
