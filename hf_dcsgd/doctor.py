@@ -116,6 +116,8 @@ def synthetic_batch(model: PreTrainedModel, kind: str, n: int, length: int) -> d
     tokens = torch.zeros(n, length, dtype=torch.long)
     end = getattr(config, "eos_token_id", None)
     end = end[0] if isinstance(end, list) else end
+    if end is not None and end >= config.vocab_size:
+        end = None
     if config.pad_token_id is None:
         # Some classifiers look for the last token that is not padding.
         model.config.pad_token_id = config.pad_token_id = end if end is not None else 0
