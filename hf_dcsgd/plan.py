@@ -22,6 +22,7 @@ from .validation import require, require_count, require_non_negative, require_po
 # What a plan may say against itself; each voids the guarantee, and the report repeats it.
 ZERO_NOISE = "zero_noise"
 UNSAFE_NOISE_SEED = "unsafe_noise_seed"
+RAW_TRAIN_LOSS = "raw_train_loss"
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "fixed": ("clip_threshold",),
@@ -249,6 +250,7 @@ class PrivacyPlan:
 _OPT_OUT_TEXT = {
     ZERO_NOISE: "noise_multiplier is 0: nothing is private in this run",
     UNSAFE_NOISE_SEED: "unsafe_noise_seed is set: who knows the seed can subtract the noise; nothing is private",
+    RAW_TRAIN_LOSS: "log_train_loss is raw: what is logged of the training loss is not private",
 }
 
 

@@ -36,6 +36,7 @@ from hf_dcsgd.losses import (
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
 from hf_dcsgd.parity import check_parity, synthetic_like
+from hf_dcsgd.plan import RAW_TRAIN_LOSS
 from hf_dcsgd.processes import (
     on_main_process,
     public_numbers,
@@ -49,7 +50,7 @@ from hf_dcsgd.publishing import PublishingTrainer
 from hf_dcsgd.randomness import public_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.search_cost import SearchCost, search_cost
-from hf_dcsgd.training_args import RAW_TRAIN_LOSS, DCSGDTrainingArguments
+from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
 

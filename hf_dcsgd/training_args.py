@@ -14,13 +14,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from hf_dcsgd.accounting import ACCOUNTANTS, planned_steps
-from hf_dcsgd.plan import PrivacyPlan
+from hf_dcsgd.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.processes import refuse_sharding_environment
 from hf_dcsgd.thresholds import STRATEGIES
 
 DEFAULT_EPSILON = 8.0
 TRAIN_LOSS_MODES = ("off", "private", "raw")
-RAW_TRAIN_LOSS = "raw_train_loss"
 SAMPLING_STRATEGIES = ("random", "group_by_length")
 
 
