@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Small tensors: more threads per process only fight each other.
-TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 
 .PHONY: help install demo test test-slow check format bench clean
 
@@ -24,7 +24,7 @@ demo: $(STAMP)  ## fine-tune a real BERT privately on generated data (a few minu
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python examples/glue/demo.py
 
 test: $(STAMP)  ## the default test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -q
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist loadscope
 
 test-slow: $(STAMP)  ## everything marked slow
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m slow --timeout 3600
