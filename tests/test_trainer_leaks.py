@@ -453,6 +453,17 @@ def test_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_report_page")
+def test_floating_point_operations_are_not_counted(tmp_path: Path) -> None:
+    """Transformers counts them by the tokens of each batch."""
+    trainer = text_trainer(tmp_path, save_strategy="epoch")
+    assert hf.Trainer.floating_point_ops(trainer, {"input_ids": torch.ones(2, 5)}) > 0
+    output = trainer.train()
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["total_flos"] == trainer.state.total_flos == 0
+    assert "total_flos" not in output.metrics
+
+
+@pytest.mark.usefixtures("no_report_page")
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_raw(tmp_path: Path, accumulation: int, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = feature_trainer(
