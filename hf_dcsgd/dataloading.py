@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -37,14 +37,23 @@ class _RowLists(Dataset):
         return [self._rows[index] for index in indices]
 
 
-class _EmptyAware:
+class EmptyAware:
     """A collator that gives an empty batch for no rows; a class, so that worker processes can receive it."""
 
     def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
         self._collate = collate
 
     def __call__(self, rows: list[Any]) -> Batch:
-        return self._collate(rows) if rows else {}
+        if not rows:
+            return {}
+        try:
+            batch = self._collate(rows)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the data collator cannot make a batch of these training rows ({type(rows[0]).__name__}); do all "
+                f"have the same columns, and values of one kind and length? {type(error).__name__}: {error}"
+            ) from error
+        return require_rows(batch, len(rows))
 
 
 def poisson_dataloader(
@@ -54,7 +63,7 @@ def poisson_dataloader(
     return DataLoader(
         _RowLists(rows),
         batch_sampler=sampler,
-        collate_fn=_EmptyAware(collate),
+        collate_fn=EmptyAware(collate),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
@@ -62,6 +71,21 @@ def poisson_dataloader(
         multiprocessing_context=args.dataloader_multiprocessing_context,
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
+
+
+def require_rows(batch: Any, count: int) -> Batch:
+    """The batch, if it is a mapping with one entry per row.
+
+    A collator that drops or repeats rows lets one example decide about others, so that clipping bounds nothing.
+    """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected the data collator to return a mapping of tensors, got {type(batch).__name__}")
+    found = batch_length(batch)  # type: ignore[arg-type]
+    if found != count:
+        raise ValueError(
+            f"expected the data collator to give each row one entry of the batch, got {found} entries for {count} rows"
+        )
+    return batch  # type: ignore[return-value]
 
 
 def batch_length(batch: Batch) -> int:

@@ -146,8 +146,11 @@ class PrivacyLedger:
             self._file = -1
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
+        # While the interpreter ends, modules are gone before objects are: no helper of contextlib can be used.
+        try:  # noqa: SIM105
             self.close()
+        except (AttributeError, OSError, TypeError):
+            pass
 
     @classmethod
     def read(cls, output_dir: str | os.PathLike[str]) -> LedgerSummary:

@@ -250,7 +250,7 @@ def _classification_kind(problem_type: str | None, num_labels: int, labels: Labe
 
 
 def _kind_from_shapes(model: nn.Module, labels: Labels | None, logits: Tensor | None) -> LossKind:
-    if isinstance(labels, Tensor) and isinstance(logits, Tensor):
+    if isinstance(labels, Tensor) and isinstance(logits, Tensor) and logits.ndim and labels.ndim:
         one_per_example = labels.numel() == len(labels) == len(logits)
         if logits.ndim <= 2 and (one_per_example or labels.shape == logits.shape):
             kind = _classification_kind(None, 1 if logits.ndim == 1 else logits.shape[-1], labels)

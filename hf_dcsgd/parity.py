@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
 
 
 class ParityError(RuntimeError):
@@ -63,6 +63,7 @@ def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], toleran
             parameter.grad = None
         with clipper:
             losses = losses_of()
+            _require_usable(losses)
             each = [
                 torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses.unbind()
             ]
@@ -81,6 +82,32 @@ def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], toleran
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+
+
+def check_independence(together: Tensor, alone: Tensor, tolerance: float) -> None:
+    """Raises `BatchCouplingError` unless examples have the same losses within a batch and alone.
+
+    Finds what gradients do not show: inputs that are centred, scaled or compared over the batch before any trainable
+    layer sees them.
+    """
+    if together.shape != alone.shape or not torch.allclose(together, alone, rtol=tolerance, atol=tolerance):
+        raise BatchCouplingError(
+            "the loss of an example is another one within a batch than alone, so one example moves the gradients of "
+            "others and clipping bounds nothing: nothing in it may be centred, scaled or compared over the batch"
+        )
+
+
+def _require_usable(losses: Tensor) -> None:
+    if not losses.requires_grad:
+        raise ParityError(
+            "the losses of two made-up examples do not depend on any trainable parameter: is the output detached, or "
+            "are all parameters that it uses frozen?"
+        )
+    if not losses.isfinite().all():
+        raise ParityError(
+            "the losses of two made-up examples are not finite: are there NaN or infinite values in the weights, or "
+            "does the loss function make them?"
+        )
 
 
 def _norm(grads: tuple[Tensor | None, ...]) -> Tensor:

@@ -20,7 +20,7 @@ The draw is then cut into micro-batches. The released sum does not depend on the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ _ENTROPY_BYTES = 32
 
 def map_style_length(dataset: object) -> int:
     """Number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"expected one train_dataset, got a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(str, list(dataset)[:8]))}; pass one of its entries"
+        )
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             "expected a map-style train_dataset with a length, because every record must be drawn independently with "

@@ -22,7 +22,7 @@ from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
-from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.dataloading import Batch, EmptyAware, batch_length, cut, poisson_dataloader, row_lengths
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
@@ -35,7 +35,7 @@ from hf_dcsgd.losses import (
 )
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
-from hf_dcsgd.parity import check_parity, synthetic_like
+from hf_dcsgd.parity import check_independence, check_parity, synthetic_like
 from hf_dcsgd.plan import RAW_TRAIN_LOSS
 from hf_dcsgd.processes import (
     on_main_process,
@@ -94,6 +94,7 @@ class DCSGDTrainer(PublishingTrainer):
                     f"{type(self).__name__} overrides {method}, on which the guarantee rests; use "
                     "per_example_loss_func for another loss. The sampler is Poisson and cannot be replaced"
                 )
+        _require_kinds(args, kwargs, per_example_loss_func)
         self.per_example_loss_func = per_example_loss_func
         self.plan: PrivacyPlan | None = None
         self.mechanism: DPMechanism | None = None
@@ -306,7 +307,7 @@ class DCSGDTrainer(PublishingTrainer):
         rows, collate = self._rows_and_collator()
         tolerance = 5e-2 if self.args.bf16 else 1e-3
         with public_randomness(self.args.device):
-            collated = self._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
+            collated = self._prepare_inputs(EmptyAware(collate)([rows[0], rows[1 % len(rows)]]))
         special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
         batch = synthetic_like(self.model, collated, special)
         self.model.eval()
@@ -320,10 +321,19 @@ class DCSGDTrainer(PublishingTrainer):
                 if self.per_example_loss_func is not None:
                     model_inputs, labels = self._split(batch)
                     with torch.no_grad():
-                        outputs = self.model(**model_inputs)
+                        outputs = self._forward(model_inputs)
                     require_separable_losses(self.per_example_loss_func, outputs, labels, batch_length(batch))
+                self._check_independence(batch, tolerance)
         finally:
             self._train_mode()
+
+    def _check_independence(self, batch: Batch, tolerance: float) -> None:
+        """Losses alone and within a batch; left out where some input has no row per example to be cut by."""
+        n = batch_length(batch)
+        if all(len(value) == n for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0):
+            with torch.no_grad():
+                together, *alone = (self._losses(inputs)[0] for inputs in (batch, *cut(batch, 1)))
+            check_independence(together, torch.cat(alone), tolerance)
 
     def _check_padding(self, tolerance: float) -> None:
         rows, collate = self._rows_and_collator()
@@ -387,12 +397,30 @@ class DCSGDTrainer(PublishingTrainer):
     def _losses(self, inputs: Batch) -> tuple[Tensor, Any]:
         """Per-example losses of a batch, and the model's outputs; labels are kept out of the forward."""
         model_inputs, labels = self._split(inputs)
-        outputs = self.model(**model_inputs)
+        outputs = self._forward(model_inputs)
         if self.per_example_loss_func is not None:
             return checked_user_losses(self.per_example_loss_func, outputs, labels, batch_length(inputs)), outputs
         smoothing, mask = self.args.label_smoothing_factor, inputs.get("attention_mask")
         losses = per_example_losses(self.model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
         return losses, outputs
+
+    def _forward(self, model_inputs: Batch) -> Any:
+        """The model's outputs; a failure inside of it is told with the inputs that it was given."""
+        try:
+            return self.model(**model_inputs)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            if type(error) not in _FROM_WITHIN:
+                raise  # out of memory, and errors of ours, say what they are
+            shapes = [
+                f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+                for name, value in model_inputs.items()
+                if isinstance(value, Tensor)
+            ]
+            raise RuntimeError(
+                f"{type(self.model).__name__} fails on a batch with {', '.join(shapes) or 'no tensors'}: do columns, "
+                "types and lengths fit the model, and token ids its vocabulary? "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def _split(self, inputs: Batch) -> tuple[Batch, Any]:
         return split_labels(self.model, inputs, self.label_names if self.args.label_names else None)
@@ -478,6 +506,25 @@ class DCSGDTrainer(PublishingTrainer):
     def epsilon(self) -> float:
         """ε of the steps charged so far, at the plan's δ."""
         return 0.0 if self.mechanism is None else self.mechanism.epsilon()
+
+
+# What torch and models raise themselves; exact types, as subclasses (out of memory) have a meaning of their own.
+_FROM_WITHIN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError)
+
+
+def _require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
+    """Things of the wrong kind, before transformers takes them apart."""
+    given = {**dict(zip(("model", "args", "data_collator", "train_dataset"), args, strict=False)), **kwargs}
+    model = given.get("model")
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
+    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("expected a model with weights, got one on the meta device")
+    for name, function in (("data_collator", given.get("data_collator")), ("per_example_loss_func", loss)):
+        if function is not None and not callable(function):
+            raise TypeError(f"expected {name} to be callable, got {function!r}")
+    if given.get("train_dataset") is not None:
+        map_style_length(given["train_dataset"])
 
 
 def _require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,19 @@ from hf_dcsgd.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.processes import refuse_sharding_environment
 from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.validation import require_count
 
 DEFAULT_EPSILON = 8.0
 TRAIN_LOSS_MODES = ("off", "private", "raw")
 SAMPLING_STRATEGIES = ("random", "group_by_length")
+LARGEST_NOISE_MULTIPLIER = 1e6
+MOST_BINS = 100_000
+# By how the annotation of an option starts: what its values are, and how that is said.
+_KINDS: dict[str, tuple[type, str]] = {
+    "float": (numbers.Real, "a number"),
+    "int": (numbers.Integral, "a whole number"),
+    "str": (str, "a string"),
+}
 
 
 def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
@@ -126,17 +136,31 @@ class DCSGDTrainingArguments(TrainingArguments):
         # Before transformers asks for packages that could not be used anyway, and after it has parsed its own options.
         self._refuse_incompatible()
         super().__post_init__()
-        if isinstance(self.trainable_layers, list | tuple):
-            self.trainable_layers = ",".join(self.trainable_layers)
+        layers: Any = self.trainable_layers
+        if isinstance(layers, list | tuple) and all(isinstance(entry, str) for entry in layers):
+            self.trainable_layers = ",".join(layers)
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = DEFAULT_EPSILON
         self.check()
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other or cannot be private."""
+        self._check_types()
         self._check_budget()
         self._check_clipping()
+        self._check_optimization()
         self._refuse_incompatible()
+
+    def _check_types(self) -> None:
+        """A number given as text, or a flag for a number, would otherwise fail later and elsewhere."""
+        for name, value in self.privacy_options().items():
+            # Not those of the dataclass' fields, which transformers' command line parser replaces by types.
+            declared = DCSGDTrainingArguments.__annotations__[name]
+            if value is None and declared.endswith("| None"):
+                continue
+            kind, said = next(kinds for start, kinds in _KINDS.items() if declared.startswith(start))
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise TypeError(f"expected {name} to be {said}, got {value!r}")
 
     def _check_budget(self) -> None:
         if self.target_epsilon is not None and self.noise_multiplier is not None:
@@ -146,6 +170,13 @@ class DCSGDTrainingArguments(TrainingArguments):
             )
         _require_positive("target_epsilon", self.target_epsilon)
         _require_positive("noise_multiplier", self.noise_multiplier)
+        if self.noise_multiplier is not None and self.noise_multiplier > LARGEST_NOISE_MULTIPLIER:
+            raise ValueError(
+                f"expected noise_multiplier <= {LARGEST_NOISE_MULTIPLIER:g}, got {self.noise_multiplier:g}: nothing "
+                "but noise would be left"
+            )
+        if self.unsafe_noise_seed is not None and self.unsafe_noise_seed < 0:
+            raise ValueError(f"expected unsafe_noise_seed >= 0, got {self.unsafe_noise_seed}")
         if self.target_delta is not None and not 0 < self.target_delta < 1:
             raise ValueError(f"expected target_delta in (0, 1), got {self.target_delta:g}")
         _require_choice("accountant", self.accountant, ACCOUNTANTS)
@@ -170,6 +201,8 @@ class DCSGDTrainingArguments(TrainingArguments):
             _require_positive(name, getattr(self, name))
         if self.histogram_bins < 2:
             raise ValueError(f"expected histogram_bins >= 2, got {self.histogram_bins}")
+        if self.histogram_bins > MOST_BINS:
+            raise ValueError(f"expected histogram_bins <= {MOST_BINS}, got {self.histogram_bins}")
         if self.noise_multiplier is None:
             return
         for name, used in (
@@ -179,6 +212,17 @@ class DCSGDTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if used and value is not None and value <= self.noise_multiplier:
                 raise ValueError(f"expected {name} > noise_multiplier, got {value:g} and {self.noise_multiplier:g}")
+
+    def _check_optimization(self) -> None:
+        """What would turn the weights into NaN after the budget is spent, or fail inside the optimizer."""
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor"):
+            value: Any = getattr(self, name)
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"expected {name} to be a number, got {value!r}")
+            if not (float(value) >= 0 and math.isfinite(value)):
+                raise ValueError(f"expected {name} >= 0 and finite, got {value:g}")
+        if self.label_smoothing_factor > 1:
+            raise ValueError(f"expected label_smoothing_factor in [0, 1], got {self.label_smoothing_factor:g}")
 
     def _refuse_incompatible(self) -> None:
         refuse_sharding_environment()
@@ -225,6 +269,10 @@ class DCSGDTrainingArguments(TrainingArguments):
 
     def privacy_plan(self, *, dataset_size: int, num_parameters: int) -> PrivacyPlan:
         """The plan that these arguments make for a training set of this size and so many trainable parameters."""
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            require_count(name, getattr(self, name))
+        if self.max_steps == 0:
+            raise ValueError("expected max_steps >= 1, or -1 to go by num_train_epochs, got 0")
         batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
         if dataset_size < batch_size:
             raise ValueError(
