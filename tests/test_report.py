@@ -357,7 +357,7 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "privacy_run.json").unlink()
     monkeypatch.setattr("hf_dcsgd.report.try_to_write_report", lambda run_dir: pytest.fail("written elsewhere"))
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
-    monkeypatch.setattr("transformers.Trainer.train", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr("transformers.Trainer.train", lambda self, *args, **kwargs: self._record_run(tmp_path))
     trainer.train()
     trainer.create_model_card()
     assert not (tmp_path / "privacy_run.json").exists()
