@@ -67,9 +67,11 @@ class Net(nn.Module):
         self.hidden = nn.Linear(FEATURES, width)
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, CLASSES)
+        # DDP's forward would broadcast it, and wait for ranks that drew nothing: the forward must not be DDP's.
+        self.register_buffer("scale", torch.ones(1))
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        return {"logits": self.out(self.dropout(torch.tanh(self.hidden(inputs))))}
+        return {"logits": self.out(self.dropout(torch.tanh(self.scale * self.hidden(inputs))))}
 
 
 def seeded_net(seed: int = 0, **kwargs: Any) -> Net:
@@ -455,6 +457,7 @@ def dying(directory: Path) -> dict[str, Any]:
 
     def noisy_totals(self: DPMechanism, *args: Any) -> Any:
         if self.released == 4 and victim == RANK:
+            (directory / "killed").touch()
             os.kill(os.getpid(), kind)
         return original(self, *args)
 

@@ -298,11 +298,14 @@ def test_a_search_runs_and_charges_its_trials_on_all_ranks_alike(pair: Path) -> 
 # --- the end of a process --------------------------------------------------------------------------------------------
 
 
+def seconds_since_death(directory: Path) -> float:
+    return time.time() - (directory / "dying" / "killed").stat().st_mtime
+
+
 def killed_and_resumed(directory: Path, victim: int) -> None:
-    start = time.monotonic()
-    ended = torchrun(2, directory, "dying", check=False, timeout=150, VICTIM_RANK=str(victim))
+    ended = torchrun(2, directory, "dying", check=False, VICTIM_RANK=str(victim))
     assert ended.returncode != 0
-    assert time.monotonic() - start < 150
+    assert seconds_since_death(directory) < 60
     run = directory / "dying" / "run"
     released = len((run / "privacy_trace.jsonl").read_text().splitlines())
     assert released == 4
@@ -326,12 +329,11 @@ def test_a_killed_main_process_ends_the_job_and_the_next_one_resumes(tmp_path: P
 
 @pytest.mark.slow
 def test_a_rank_that_stops_answering_ends_the_job_by_the_timeout(tmp_path: Path) -> None:
-    start = time.monotonic()
     kind = signal.Signals.SIGSTOP.name
     ended = torchrun(2, tmp_path, "dying", check=False, VICTIM_RANK="1", VICTIM_SIGNAL=kind, COLLECTIVE_TIMEOUT="15")
-    # 15 s for the collective call, 30 s that torchrun gives a stopped process to end, and the start of Python.
     assert ended.returncode != 0
-    assert 15 < time.monotonic() - start < 200
+    # 15 s for the collective call, and 30 s that torchrun gives a stopped process to end.
+    assert 15 < seconds_since_death(tmp_path) < 120
     assert PrivacyLedger.read(tmp_path / "dying" / "run").charged == 5
 
 
