@@ -8,7 +8,9 @@ state of a random generator or a training loss to get into it. A run with an opt
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -93,7 +95,7 @@ def render_card(report: Mapping[str, Any], facts: CardFacts) -> str:
     environment = Environment(
         autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters.update(bound=rounded_up, number=shown_number, literal=_literal)
+    environment.filters.update(bound=rounded_up, number=shown_number, literal=_literal, text=_text, code=_code)
     template = environment.from_string(files("hf_dcsgd").joinpath("model_card.md").read_text(encoding="utf-8"))
     return template.render(
         **report,
@@ -229,19 +231,20 @@ def training_arguments(args: DCSGDTrainingArguments) -> dict[str, Any]:
 def usage(base: Any, name: str, base_model: str | None, *, adapter: bool) -> str:
     """Code that loads the model."""
     model_class = type(base).__name__
+    quoted = json.dumps(name, ensure_ascii=False)
     if adapter:
         return (
             "from peft import PeftModel\n"
             f"from transformers import {model_class}\n\n"
             f'base = {model_class}.from_pretrained("{base_model or "BASE MODEL"}")\n'
-            f'model = PeftModel.from_pretrained(base, "{name}")'
+            f"model = PeftModel.from_pretrained(base, {quoted})"
         )
     if isinstance(base, PreTrainedModel):
-        return f'from transformers import {model_class}\n\nmodel = {model_class}.from_pretrained("{name}")'
+        return f"from transformers import {model_class}\n\nmodel = {model_class}.from_pretrained({quoted})"
     return (
         "from huggingface_hub import hf_hub_download\n"
         "from safetensors.torch import load_file\n\n"
-        f'weights = load_file(hf_hub_download("{name}", "model.safetensors"))  # of your {model_class}'
+        f'weights = load_file(hf_hub_download({quoted}, "model.safetensors"))  # of your {model_class}'
     )
 
 
@@ -261,7 +264,18 @@ def write_trajectory(directory: Path, trace: Sequence[dict[str, Any]]) -> str | 
 
 
 def _literal(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return _code(json.dumps(value) if isinstance(value, str) else repr(value))
+
+
+def _text(value: Any) -> str:
+    """Names come from files and arguments of anyone's: no HTML, no Markdown, no second line comes out of them."""
+    one_line = html.escape(" ".join(str(value).split()), quote=False)
+    return re.sub(r"([\\`*\[\]|!~#])", r"\\\1", one_line)
+
+
+def _code(value: str) -> str:
+    """For a fenced block, which only a fence can end."""
+    return value.replace("```", "'''")
 
 
 def _plain(value: Any) -> Any:

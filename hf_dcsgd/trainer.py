@@ -523,6 +523,12 @@ def _require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) 
     for name, function in (("data_collator", given.get("data_collator")), ("per_example_loss_func", loss)):
         if function is not None and not callable(function):
             raise TypeError(f"expected {name} to be callable, got {function!r}")
+    smoothing = getattr(given.get("args"), "label_smoothing_factor", 0)
+    if smoothing and isinstance(model, nn.Module) and not hasattr(model, "config"):
+        raise ValueError(
+            f"label_smoothing_factor={smoothing:g} needs a transformers model; {type(model).__name__} has no config. "
+            "Smooth the labels in a per_example_loss_func"
+        )
     if given.get("train_dataset") is not None:
         map_style_length(given["train_dataset"])
 

@@ -1,8 +1,8 @@
 """Bad arguments, datasets, models and files: each is refused by name before anything is released, or documented.
 
-`ARGUMENTS`, `DATASETS`, `MODELS`, `FILES` and `BORNE` are the table. What is refused fails with an error raised from our
-code that says what was wrong, and nothing was charged by then. What is borne trains to its end: the weights stay finite
-and all steps are charged.
+`ARGUMENTS`, `DATASETS`, `MODELS`, `FILES` and `BORNE` are the table. What is refused fails with an error raised from
+our code that says what was wrong, and nothing was charged by then. What is borne trains to its end: the weights stay
+finite and all steps are charged.
 """
 
 from __future__ import annotations
@@ -230,6 +230,9 @@ ARGUMENTS = (
     Refused("NaN decay", args(weight_decay=NAN), ValueError, "weight_decay >= 0 and finite, got nan"),
     Refused(
         "smoothing of 2", args(label_smoothing_factor=2.0), ValueError, r"label_smoothing_factor in \[0, 1\], got 2"
+    ),
+    Refused(
+        "smoothing of no config", args(label_smoothing_factor=0.1), ValueError, "label_smoothing_factor=0.1 needs"
     ),
     Refused("fp16", args(fp16=True), ValueError, "fp16=True cannot be used for private training"),
     Refused("unknown optimizer", args(optim="best"), ValueError, "best is not a valid", by="transformers"),
