@@ -191,6 +191,7 @@ class PublishingTrainer(Trainer):
         progress = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
         jobs = [self._upload(folder, f"Training in progress, {progress}")]
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            logger.info("the pushed checkpoint is a model to use, not to resume from: that needs %s", self._run_dir)
             name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name
             jobs.append(self._upload(folder, f"Training in progress, {progress}, checkpoint", path_in_repo=name))
         _remove_when_done(folder, jobs)

@@ -13,6 +13,7 @@ opt-out has no guarantee, and the report then states no ε as one. A seed is nev
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -33,6 +34,7 @@ from hf_dcsgd.run_record import (
     write_run_record,
     write_whole,
 )
+from hf_dcsgd.search_cost import COST_FILENAME
 
 __all__ = ["build_report", "read_trace", "try_to_write_report", "write_report", "write_run_record"]
 
@@ -76,6 +78,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
             plan = recorded
     if plan.delta * plan.dataset_size >= 1:
         notes.append("δ is no smaller than 1/N, as in the paper; a smaller one is better practice.")
+    notes += _search_notes(Path(run_dir))
     trace = read_trace(run_dir)
     return {
         "format": 1,
@@ -267,6 +270,22 @@ def _composed_epsilon(runs: list[tuple[LedgerRun, PrivacyPlan]], delta: float) -
         return math.inf
     accounted = [accounting.AccountedRun(plan.noise_multiplier, plan.sampling_rate, run.charged) for run, plan in runs]
     return accounting.composed_epsilon(accounted, delta)
+
+
+def _search_notes(run_dir: Path) -> list[str]:
+    """A hyperparameter search in this directory, or around this trial, has a price of its own."""
+    folders = [run_dir, *([run_dir.parent] if run_dir.name.startswith("run-") else [])]
+    path = next((folder / COST_FILENAME for folder in folders if (folder / COST_FILENAME).exists()), None)
+    if path is None:
+        return []
+    cost = json.loads(path.read_text(encoding="utf-8"))
+    price = f"ε = {rounded_up(cost['epsilon'])} at δ = {rounded_up(cost['delta'])}"
+    if cost["opt_outs"]:
+        price = f"an unbounded ε, because of {' and '.join(cost['opt_outs'])}"
+    return [
+        f"A hyperparameter search of {len(cost['trials'])} trials on the same data cost {price} by composition. "
+        "A model chosen by it, or trained with what it found, costs that on top."
+    ]
 
 
 def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -137,6 +137,19 @@ def test_earlier_runs_are_named_and_composed(tmp_path: Path):
     assert report.build_report(tmp_path)["earlier_runs"]["composed_epsilon"] is None
 
 
+def test_a_hyperparameter_search_is_told_of(tmp_path: Path):
+    simulate(tmp_path / "run-0")
+    trial = {"directory": "/somewhere/private", "charged_steps": 6, "noise_multiplier": 1.0, "sampling_rate": 0.25}
+    cost = {"epsilon": 3.14159, "delta": 0.015625, "accountant": "rdp", "trials": [trial] * 3, "opt_outs": []}
+    (tmp_path / "hyperparameter_search_cost.json").write_text(json.dumps(cost))
+    note = report.build_report(tmp_path / "run-0")["notes"][-1]
+    assert "3 trials on the same data cost ε = 3.142 at δ = 0.01563" in note
+    (tmp_path / "hyperparameter_search_cost.json").write_text(json.dumps({**cost, "opt_outs": ["raw_train_loss"]}))
+    page = report.write_report(tmp_path / "run-0").read_text()
+    assert "an unbounded ε, because of raw_train_loss" in page
+    assert "/somewhere" not in page
+
+
 @given(st.floats(1e-12, 1e12), st.integers(2, 6))
 def test_bounds_are_rounded_up(value: float, digits: int):
     shown = float(report.rounded_up(value, digits))
