@@ -171,6 +171,10 @@ def test_noise_enters_once_per_logical_batch_at_the_threshold_in_use(
         per_device_train_batch_size=BATCH // accumulation,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=2,
+        # Far off, and a histogram clear enough to see it: the threshold is sure to move.
+        clip_threshold=5.0,
+        histogram_bins=5,
+        histogram_noise_multiplier=1.5,
     )
     trainer.train()
     plan = trainer.plan
@@ -180,8 +184,8 @@ def test_noise_enters_once_per_logical_batch_at_the_threshold_in_use(
     histograms = [call for call in CountingNoise.calls if call[0] == plan.settings["histogram_bins"]]
     assert len(CountingNoise.calls) == 2 * plan.steps == 16
     assert gradients == [(plan.num_parameters, plan.grad_noise_multiplier, c) for c in thresholds]
-    assert histograms == [(20, plan.histogram_noise_multiplier, 1.0)] * plan.steps
-    assert plan.grad_noise_multiplier == pytest.approx((SIGMA**-2 - 5.0**-2) ** -0.5)
+    assert histograms == [(5, 1.5, 1.0)] * plan.steps
+    assert plan.grad_noise_multiplier == pytest.approx((SIGMA**-2 - 1.5**-2) ** -0.5)
 
 
 class DrawRecorder(DCSGDTrainer):
@@ -258,11 +262,11 @@ def test_empty_logical_batches_are_noise_only_steps(tmp_path: Path) -> None:
 
 
 def test_a_tiny_rate_leaves_most_batches_empty_and_the_run_goes_on(tmp_path: Path) -> None:
-    trainer = recording_trainer(tmp_path, n=400, per_device_train_batch_size=1, max_steps=12)
+    trainer = recording_trainer(tmp_path, n=400, per_device_train_batch_size=1, max_steps=40)
     result = trainer.train()
-    assert result.global_step == 12
-    assert len(trainer.seen) == 13
-    assert any(not logical for logical in trainer.seen[:-1])  # P(no empty one of 12) = (1 - 1/e)^12 = 0.4%
+    assert result.global_step == 40
+    assert len(trainer.seen) == 41
+    assert any(not logical for logical in trainer.seen[:-1])  # P(no empty one of 40) = (1 - 1/e)^40 = 1e-8
 
 
 @pytest.mark.parametrize("clipping", ["fixed", "dc_sgd_e"])
