@@ -439,7 +439,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "value of the wrong type": ({"learning_rate": "fast"}, ("learning_rate", "fast")),
     "unknown strategy": ({"clipping": "dc_sgd"}, ("clipping", "dc_sgd_e")),
     "presets on adapters": ({"lora": True, "lora_targets": "query", "trainable_layers": "head"}, ("as_is",)),
-    "unknown lora target": ({"lora": True, "lora_targets": "qeury"}, ("--lora_targets qeury",)),
+    "unknown lora target": ({"lora": True, "lora_targets": "qeury"}, ("--lora_targets qeury", "key, query, value")),
     "no checkpoint": ({"resume_from_checkpoint": "last"}, ("no checkpoint in",)),
     "nothing to do": ({"do_train": None}, ("--do_train, --do_eval or --do_predict",)),
     "no validation data": ({"do_train": None, "do_eval": True}, ("no validation data",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import re
@@ -105,11 +106,32 @@ class DataTrainingArguments:
                 raise UserError(f"--{name} {path}: there is no such file")
 
 
+class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """One spelling of each option, the kind of its value, and defaults where there is one to tell."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        name = action.option_strings[0]
+        if action.nargs in (0, "?"):
+            return name
+        if action.choices is not None and len(str(action.choices)) < 90:
+            return f"{name} {{{','.join(map(str, action.choices))}}}"
+        return f"{name} { {int: 'N', float: 'X'}.get(action.type, 'TEXT') }"
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        untold = action.default in (None, False, "") or "efault" in (action.help or "")
+        return action.help if untold else super()._get_help_string(action)
+
+
 class GlueArgumentParser(HfArgumentParser):
     """Says what is wrong in one line, and shows the privacy options in a group of their own."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__((ModelArguments, DataTrainingArguments, DCSGDTrainingArguments), **kwargs)
+        super().__init__(
+            (ModelArguments, DataTrainingArguments, DCSGDTrainingArguments),
+            formatter_class=ReadableHelp,
+            usage="run_glue.py --model_name_or_path MODEL --task_name TASK --do_train … | FILE.json | FILE.yaml",
+            **kwargs,
+        )
         inherited = TrainingArguments.__dataclass_fields__
         own = set(DCSGDTrainingArguments.__dataclass_fields__) - set(inherited)
         privacy = self.add_argument_group("privacy")

@@ -187,7 +187,9 @@ def with_adapters(model: PreTrainedModel, args: ModelArguments) -> torch.nn.Modu
         target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=None if args.lora_modules_to_save is None else _names(args.lora_modules_to_save),
     )
-    with explained(lambda error: f"--lora_targets {args.lora_targets}: {error}", ValueError):
+    linear = {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    message = f"--lora_targets {args.lora_targets}: no such modules; linear ones are {', '.join(sorted(linear))}"
+    with explained(lambda error: message, ValueError):
         return get_peft_model(model, config)
 
 
