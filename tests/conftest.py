@@ -3,6 +3,11 @@
 import gc
 
 import pytest
+from hypothesis import settings
+
+# The same examples on every machine: a failure can be repeated, and a passing suite stays so.
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture
