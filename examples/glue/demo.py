@@ -92,7 +92,8 @@ def write_data(folder: Path) -> None:
     train, validation = generate_rows(TRAIN_ROWS), generate_rows(VALIDATION_ROWS, validation=True)
     write_tsv(folder / "train.tsv", train)
     write_tsv(folder / "dev.tsv", validation)
-    print(f"{len(train)} made-up messages to a doctor's practice, in {folder}. Does the writer report an own problem?")
+    print(f"{len(train)} made-up messages to a doctor's practice, in {folder}.")
+    print("The label one would want kept private: does the writer report a health problem of their own?")
     for label in LABELS:
         shown = [row["sentence"] for row in validation if row["label"] == label][:3]
         print("\n".join(f"  {label:<11} {sentence}" for sentence in shown))

@@ -250,7 +250,7 @@ def metrics_of(data: GlueData) -> Callable[[EvalPrediction], dict[str, float]]:
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         answers = answers_of(prediction.predictions, data.is_regression)
         values = metric.compute(predictions=answers, references=prediction.label_ids)
-        if len(values) > 1 and "mean_squared_error" not in values:
+        if len(values) > 1 and data.task is not None:
             values["combined_score"] = float(np.mean(list(values.values())))
         return values
 
