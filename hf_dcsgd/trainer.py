@@ -455,7 +455,8 @@ class DCSGDTrainer(PublishingTrainer):
         if self.mechanism is not None and "loss" in logs:
             values = self.mechanism.threshold.released_values()
             logs.update({name: value for name, value in values.items() if isinstance(value, float)})
-            logs["epsilon"] = self.epsilon()
+            # An upper bound that does not hold up the loop: PLD's fine grid takes seconds.
+            logs["epsilon"] = self.mechanism.plan.epsilon(self.mechanism.charged, coarser=10)
         for name in ("loss", "train_loss"):
             if name in logs and self.args.log_train_loss != "raw":
                 value = logs.pop(name)

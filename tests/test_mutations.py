@@ -123,11 +123,11 @@ def a_record_sampled_twice(patch: pytest.MonkeyPatch) -> None:
 def accountant_fed_sigma_t(patch: pytest.MonkeyPatch) -> None:
     epsilon = PrivacyPlan.epsilon
 
-    def understated(self: PrivacyPlan, *args: Any) -> float:
+    def understated(self: PrivacyPlan, *args: Any, **kwargs: Any) -> float:
         sigma, sigma_t = self.noise_multiplier, self.grad_noise_multiplier
         object.__setattr__(self, "noise_multiplier", sigma_t)
         try:
-            return epsilon(self, *args)
+            return epsilon(self, *args, **kwargs)
         finally:
             object.__setattr__(self, "noise_multiplier", sigma)
 
