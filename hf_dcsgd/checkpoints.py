@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: a process may die while it writes one."""
+"""Which checkpoints may be resumed from: those that are whole, and made under the same plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_dcsgd.plan import PrivacyPlan
 
 logger = logging.getLogger(__name__)
 
@@ -38,3 +40,22 @@ def require_complete(checkpoint: str | Path) -> str:
             "resume from an earlier one, or pass resume_from_checkpoint=True for the last that is whole"
         )
     return str(checkpoint)
+
+
+def require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
+    differences = now.differences(saved)
+    if differences:
+        shown = "; ".join(
+            f"{name}: {before} in the checkpoint, {here} now" for name, (here, before) in differences.items()
+        )
+        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}{_layouts(saved, now)}")
+    if _layouts(saved, now):
+        logger.warning("the run goes on with the same expected batch size%s", _layouts(saved, now))
+
+
+def _layouts(saved: PrivacyPlan, now: PrivacyPlan) -> str:
+    """How the work was spread over processes and is now, where that differs."""
+    before, here = ((p.world_size, p.gradient_accumulation_steps) for p in (saved, now))
+    if before == here:
+        return ""
+    return "; processes × gradient_accumulation_steps: {} × {} in the checkpoint, {} × {} now".format(*before, *here)

@@ -21,22 +21,15 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
-from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
-from hf_dcsgd.dataloading import Batch, EmptyAware, batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete, require_same_plan
+from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.losses import (
-    checked_user_losses,
-    per_example_losses,
-    require_separable_losses,
-    split_labels,
-    unwrapped_model,
-)
+from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
-from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
-from hf_dcsgd.parity import check_independence, check_parity, synthetic_like
 from hf_dcsgd.plan import RAW_TRAIN_LOSS
+from hf_dcsgd.preflight import check_before_training, require_kinds
 from hf_dcsgd.processes import (
     on_main_process,
     public_numbers,
@@ -55,8 +48,6 @@ from hf_dcsgd.training_args import DCSGDTrainingArguments
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Any], Tensor]
-
-PADDING_CHECK_ROWS = 32  # among so many there will be two of unequal length, if there are any
 
 
 class DCSGDTrainer(PublishingTrainer):
@@ -94,7 +85,7 @@ class DCSGDTrainer(PublishingTrainer):
                     f"{type(self).__name__} overrides {method}, on which the guarantee rests; use "
                     "per_example_loss_func for another loss. The sampler is Poisson and cannot be replaced"
                 )
-        _require_kinds(args, kwargs, per_example_loss_func)
+        require_kinds(args, kwargs, per_example_loss_func)
         self.per_example_loss_func = per_example_loss_func
         self.plan: PrivacyPlan | None = None
         self.mechanism: DPMechanism | None = None
@@ -262,7 +253,7 @@ class DCSGDTrainer(PublishingTrainer):
         if saved is None:
             raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
         assert self.plan is not None
-        _require_same_plan(PrivacyPlan.from_dict(saved["plan"]), self.plan)
+        require_same_plan(PrivacyPlan.from_dict(saved["plan"]), self.plan)
         return saved
 
     def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> DPMechanism:
@@ -303,48 +294,7 @@ class DCSGDTrainer(PublishingTrainer):
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
 
     def _check_parity(self) -> None:
-        assert self.clipper is not None
-        rows, collate = self._rows_and_collator()
-        tolerance = 5e-2 if self.args.bf16 else 1e-3
-        with public_randomness(self.args.device):
-            collated = self._prepare_inputs(EmptyAware(collate)([rows[0], rows[1 % len(rows)]]))
-        special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
-        batch = synthetic_like(self.model, collated, special)
-        self.model.eval()
-        try:
-            with self.compute_loss_context_manager():
-                with torch.no_grad():
-                    if not self._losses(batch)[0].isfinite().all():
-                        batch = collated  # a model that cannot make anything of made-up examples
-                check_parity(self.clipper, lambda: self._losses(batch)[0], tolerance)
-                self._check_padding(tolerance)
-                if self.per_example_loss_func is not None:
-                    model_inputs, labels = self._split(batch)
-                    with torch.no_grad():
-                        outputs = self._forward(model_inputs)
-                    require_separable_losses(self.per_example_loss_func, outputs, labels, batch_length(batch))
-                self._check_independence(batch, tolerance)
-        finally:
-            self._train_mode()
-
-    def _check_independence(self, batch: Batch, tolerance: float) -> None:
-        """Losses alone and within a batch; left out where some input has no row per example to be cut by."""
-        n = batch_length(batch)
-        if all(len(value) == n for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0):
-            with torch.no_grad():
-                together, *alone = (self._losses(inputs)[0] for inputs in (batch, *cut(batch, 1)))
-            check_independence(together, torch.cat(alone), tolerance)
-
-    def _check_padding(self, tolerance: float) -> None:
-        rows, collate = self._rows_and_collator()
-        config = getattr(unwrapped_model(self.model), "config", None)
-        with public_randomness(self.args.device):
-            some_rows = [rows[i] for i in range(min(len(rows), PADDING_CHECK_ROWS))]
-            example = padded_and_bare(collate, some_rows, getattr(config, "is_encoder_decoder", False))
-        if example is not None:
-            with torch.no_grad():
-                padded, bare = (self._losses(self._prepare_inputs(inputs))[0] for inputs in example)
-            require_padding_invariance(padded, bare, tolerance)
+        check_before_training(self)
 
     # -- the private step --------------------------------------------------------------------------------------------
 
@@ -511,43 +461,3 @@ class DCSGDTrainer(PublishingTrainer):
 
 # What torch and models raise themselves; exact types, as subclasses (out of memory) have a meaning of their own.
 _FROM_WITHIN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError)
-
-
-def _require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
-    """Things of the wrong kind, before transformers takes them apart."""
-    given = {**dict(zip(("model", "args", "data_collator", "train_dataset"), args, strict=False)), **kwargs}
-    model = given.get("model")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
-    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("expected a model with weights, got one on the meta device")
-    for name, function in (("data_collator", given.get("data_collator")), ("per_example_loss_func", loss)):
-        if function is not None and not callable(function):
-            raise TypeError(f"expected {name} to be callable, got {function!r}")
-    smoothing = getattr(given.get("args"), "label_smoothing_factor", 0)
-    if smoothing and isinstance(model, nn.Module) and not hasattr(model, "config"):
-        raise ValueError(
-            f"label_smoothing_factor={smoothing:g} needs a transformers model; {type(model).__name__} has no config. "
-            "Smooth the labels in a per_example_loss_func"
-        )
-    if given.get("train_dataset") is not None:
-        map_style_length(given["train_dataset"])
-
-
-def _require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
-    differences = now.differences(saved)
-    if differences:
-        shown = "; ".join(
-            f"{name}: {before} in the checkpoint, {here} now" for name, (here, before) in differences.items()
-        )
-        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}{_layouts(saved, now)}")
-    if _layouts(saved, now):
-        logger.warning("the run goes on with the same expected batch size%s", _layouts(saved, now))
-
-
-def _layouts(saved: PrivacyPlan, now: PrivacyPlan) -> str:
-    """How the work was spread over processes and is now, where that differs."""
-    before, here = ((p.world_size, p.gradient_accumulation_steps) for p in (saved, now))
-    if before == here:
-        return ""
-    return "; processes × gradient_accumulation_steps: {} × {} in the checkpoint, {} × {} now".format(*before, *here)
