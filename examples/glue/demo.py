@@ -29,7 +29,7 @@ EPSILON = 8
 
 PRIVATE = f"""
     --target_epsilon {EPSILON} --clipping dc_sgd_e --trainable_layers last_encoder_pooler_classifier
-    --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 3 --learning_rate 1e-3
+    --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 2 --learning_rate 1e-3
     --eval_on_start
 """
 REFERENCE = """
