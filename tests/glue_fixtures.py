@@ -107,7 +107,7 @@ OFFICIAL: dict[str, dict[str, str]] = {
     "qnli": {
         "train.tsv": _tsv(
             "index|question|sentence|label",
-            '0|When did it "start?|It started in 1903, he said: "we began.|entailment',
+            '0|"When did it start?|It started in 1903, he said: "we began.|entailment',
             "1|Who won?|The game was played at home.|not_entailment",
         ),
         "dev.tsv": _tsv(

@@ -105,7 +105,7 @@ def test_official_files_of_each_task_are_read_and_tokenized(task: str, tmp_path:
 
 def test_open_quotes_are_text(tmp_path: Path) -> None:
     data = glue_data.load_glue_data(data_arguments(task_name="qnli", glue_dir=str(write_official(tmp_path, "qnli"))))
-    assert data.splits["train"]["question"][0] == 'When did it "start?'
+    assert data.splits["train"]["question"][0] == '"When did it start?'
     assert data.splits["train"]["sentence"][0] == 'It started in 1903, he said: "we began.'
 
 
@@ -290,6 +290,15 @@ def test_own_files_with_labelled_test_data(tmp_path: Path, tiny_bert: str, messa
     predictions = [line.split("\t")[1] for line in (out / "predictions_own_test.tsv").read_text().splitlines()[1:]]
     assert len(predictions) == 3
     assert set(predictions) <= {"no", "yes"}
+
+
+def test_texts_longer_than_the_model_takes_are_cut(tmp_path: Path, tiny_bert: str) -> None:
+    rows = write_rows([{"text": "long " * 100, "label": k} for k in (0, 1)], tmp_path / "long.json")
+    code = call(
+        model_name_or_path=tiny_bert, validation_file=rows, output_dir=tmp_path / "out", do_eval=True,
+        cache_dir=tmp_path / "cache", max_seq_length=500,
+    )  # fmt: skip
+    assert code == 0
 
 
 def test_lora_run_saves_adapters_that_load_again(tmp_path: Path, tiny_bert: str, messages: Path) -> None:
