@@ -34,8 +34,8 @@ demo: $(RUNS)  ## fine-tune a real BERT privately on generated data (a few minut
 test: $(STAMP)  ## the default test suite
 	$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist loadscope
 
-test-slow: $(STAMP)  ## everything marked slow
-	$(TEST_ENV) $(BIN)/python -m pytest -q -m slow --timeout 3600
+test-slow: $(STAMP)  ## everything marked slow, and counts of the faults and bad inputs that were tried
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m 'slow or proof' -n auto --dist loadgroup --timeout 3600
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

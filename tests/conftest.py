@@ -1,6 +1,8 @@
 """Fixtures that several test files share."""
 
 import gc
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -8,6 +10,26 @@ from hypothesis import settings
 # The same examples on every machine: a failure can be repeated, and a passing suite stays so.
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+Count = Callable[[str, int], None]
+
+
+@pytest.fixture
+def count(record_property: Callable[[str, object], None]) -> Count:
+    """`count("kills", 3)` adds to the table that ends the output; only tests that pass are counted."""
+    return lambda what, number: record_property("count", [what, number])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "count" and report.when == "call":
+                counts[value[0]] += value[1]
+    if counts:
+        terminalreporter.section("what was tried, and held")
+        for what, number in sorted(counts.items()):
+            terminalreporter.line(f"{number:7,}  {what}")
 
 
 @pytest.fixture

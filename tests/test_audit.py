@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from conftest import Count
 from scipy import stats
 
 from hf_dcsgd.audit import AuditReport, Finding, audit_strategy, audit_trainer
@@ -15,6 +16,8 @@ from hf_dcsgd.audit.probe import probe_trainer
 from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.thresholds import STRATEGIES
 
+pytestmark = pytest.mark.proof
+
 
 def assert_passed(reports: list[AuditReport]) -> None:
     failures = [f"{report.level} {report.subject}: {finding}" for report in reports for finding in report.failures]
@@ -23,8 +26,10 @@ def assert_passed(reports: list[AuditReport]) -> None:
 
 
 @pytest.mark.parametrize("clipping", STRATEGIES)
-def test_replay_and_noise_levels_pass(clipping: str) -> None:
+def test_replay_and_noise_levels_pass(clipping: str, count: Count) -> None:
     assert_passed(audit_strategy(clipping, levels=(0, 1)))
+    count("audit passed by a strategy: L0", 1)
+    count("audit passed by a strategy: L1", 1)
 
 
 def test_distinguishing_level_passes_and_has_power() -> None:
@@ -35,20 +40,21 @@ def test_distinguishing_level_passes_and_has_power() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", STRATEGIES)
-def test_distinguishing_level_at_full_strength(clipping: str) -> None:
+def test_distinguishing_level_at_full_strength(clipping: str, count: Count) -> None:
     (report,) = audit_strategy(clipping, levels=(2,), trials=20_000 if clipping == "dc_sgd_e" else 4_000)
-    print(report)
     assert_passed([report])
     # 0.91 of the claim is what a right implementation gives at 20,000 trials, about 0.8 at 4,000.
     assert report.findings[0].measured > (0.85 if clipping == "dc_sgd_e" else 0.7)
+    count("audit passed by a strategy: L2", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", STRATEGIES)
-def test_levels_0_and_1_over_two_processes(clipping: str) -> None:
+def test_levels_0_and_1_over_two_processes(clipping: str, count: Count) -> None:
     report = audit_processes(clipping)
     assert_passed([report])
     assert {finding.detail for finding in report.findings} == {"rank 0", "rank 1"}
+    count("audit passed by a strategy: L3", 1)
 
 
 def test_two_processes_with_the_default_strategy() -> None:

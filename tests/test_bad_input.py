@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Count
 from tiny_tasks import (
     CLASSES,
     FEATURES,
@@ -38,7 +39,7 @@ import hf_dcsgd
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.ledger import PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = [pytest.mark.usefixtures("no_report_page"), pytest.mark.proof]
 
 PACKAGE = Path(hf_dcsgd.__file__).parent
 NAN, INF = math.nan, math.inf
@@ -367,6 +368,11 @@ BORNE = (
 )
 
 TABLE = (*ARGUMENTS, *DATASETS, *MODELS, *BORNE)
+KINDS = {
+    case: kind
+    for kind, cases in (("arguments", ARGUMENTS), ("datasets", DATASETS), ("models", MODELS))
+    for case in cases
+}
 
 
 def charged(folder: Path) -> int:
@@ -374,16 +380,17 @@ def charged(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("case", [*ARGUMENTS, *DATASETS, *MODELS], ids=lambda case: case.name)
-def test_it_is_refused_by_name_before_anything_is_released(case: Refused, tmp_path: Path) -> None:
+def test_it_is_refused_by_name_before_anything_is_released(case: Refused, tmp_path: Path, count: Count) -> None:
     with pytest.raises(case.error, match=f"(?s){case.message}") as caught:
         case.make(tmp_path).train()
     assert charged(tmp_path) == 0
     raised_in = Path(traceback.extract_tb(caught.value.__traceback__)[-1].filename)
     assert raised_in.is_relative_to(PACKAGE) if case.by == "hf_dcsgd" else case.by in raised_in.parts
+    count(f"bad input refused before any release: {KINDS[case]}", 1)
 
 
 @pytest.mark.parametrize("case", BORNE, ids=lambda case: case.name)
-def test_it_is_borne_to_the_end(case: Borne, tmp_path: Path) -> None:
+def test_it_is_borne_to_the_end(case: Borne, tmp_path: Path, count: Count) -> None:
     trainer = case.make(tmp_path)
     trainer.train()
     assert trainer.mechanism is not None
@@ -391,6 +398,7 @@ def test_it_is_borne_to_the_end(case: Borne, tmp_path: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     assert 0 < trainer.mechanism.threshold.sensitivity < INF
     assert not any(isinstance(v, float) and math.isnan(v) for line in trainer.state.log_history for v in line.values())
+    count("bad input borne, as documented", 1)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -460,7 +468,13 @@ FILES: tuple[tuple[str, Callable[[Path], Any], type[Exception], str], ...] = (
 
 @pytest.mark.parametrize(("name", "damage", "error", "message"), FILES, ids=[name for name, *_ in FILES])
 def test_damaged_files_are_refused_and_nothing_is_charged(
-    finished: Path, tmp_path: Path, name: str, damage: Callable[[Path], Any], error: type[Exception], message: str
+    finished: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], Any],
+    error: type[Exception],
+    message: str,
+    count: Count,
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
@@ -473,6 +487,7 @@ def test_damaged_files_are_refused_and_nothing_is_charged(
     assert trainer.mechanism is None
     assert (ledger.read_bytes() if ledger.exists() else None) == before
     assert Path(traceback.extract_tb(caught.value.__traceback__)[-1].filename).is_relative_to(PACKAGE)
+    count("bad input refused before any release: files", 1)
 
 
 def test_an_output_directory_that_is_a_file(tmp_path: Path) -> None:
@@ -492,11 +507,6 @@ def test_an_error_in_the_midst_of_a_run_leaves_it_charged(tmp_path: Path) -> Non
 
 
 def test_the_table_is_long_enough() -> None:
-    count = len(TABLE) + len(FILES)
-    print(
-        f"{count} bad inputs: {len(ARGUMENTS)} arguments, {len(DATASETS)} datasets, {len(MODELS)} models, "
-        f"{len(FILES)} files, {len(BORNE)} that are borne"
-    )
-    assert count >= 60
+    assert len(TABLE) + len(FILES) >= 60
     names = [case.name for case in TABLE]
     assert len(set(names)) == len(names)

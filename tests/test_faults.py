@@ -6,21 +6,30 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import Count
+from safetensors import SafetensorError
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.checkpoints import is_complete, last_complete_checkpoint, require_complete
 from hf_dcsgd.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism
 
+pytestmark = pytest.mark.proof
+
 STEPS = 40
+KILLS = "fault: kill -9 of a training process, at a random point, resumed"
 
 
 class Classifier(nn.Module):
@@ -111,14 +120,13 @@ def kill_and_resume(folder: Path, steps: int, generator: random.Random) -> int:
         kills += 1
 
 
-def test_a_run_that_is_killed_again_and_again_ends_within_its_budget(tmp_path: Path) -> None:
-    kills = kill_and_resume(tmp_path, STEPS, random.Random(0))
-    print(f"{kills} kills, {released_steps(tmp_path)} steps released")
+def test_a_run_that_is_killed_again_and_again_ends_within_its_budget(tmp_path: Path, count: Count) -> None:
+    count(KILLS, kill_and_resume(tmp_path, STEPS, random.Random(0)))
     assert PrivacyLedger.read(tmp_path).runs[-1].charged == STEPS
 
 
 @pytest.mark.slow
-def test_a_hundred_kills(tmp_path: Path) -> None:
+def test_a_hundred_kills(tmp_path: Path, count: Count) -> None:
     generator, kills, runs = random.Random(1), 0, 0
     while kills < 100:
         folder = tmp_path / f"run-{runs}"
@@ -126,10 +134,10 @@ def test_a_hundred_kills(tmp_path: Path) -> None:
         kills += kill_and_resume(folder, 120, generator)
         runs += 1
         assert PrivacyLedger.read(folder).runs[-1].charged == 120
-    print(f"{kills} kills over {runs} runs that all ended: charged >= released every time")
+    count(KILLS, kills)
 
 
-def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path, count: Count) -> None:
     trainer = make_trainer(tmp_path, max_steps=6)
     trainer.train()
     last = tmp_path / "checkpoint-6"
@@ -143,9 +151,12 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="found none"):
         last_complete_checkpoint(tmp_path / "empty")
+    count("fault: a checkpoint that was not written to its end", 1)
 
 
-def test_a_full_disk_stops_the_step_before_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_step_before_it_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
     """The disk fills up while a charge is written: nothing of that step comes out."""
     trainer = make_trainer(tmp_path)
     write, releases = os.write, []
@@ -172,29 +183,85 @@ def test_a_full_disk_stops_the_step_before_it_is_released(tmp_path: Path, monkey
     resumed.train(resume_from_checkpoint=True)
     assert resumed.mechanism is not None
     assert resumed.mechanism.charged == STEPS
+    count("fault: no space for a charge", 1)
 
 
-@pytest.mark.slow
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    """A tiny file system in memory, filled while the run saves; skipped where none can be mounted."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if os.system(f"mount -t tmpfs -o size=2m tmpfs {folder} 2>/dev/null") != 0:
+class At(TrainerCallback):
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step:
+            self.action()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """A file system of 2 MB in memory; gives what fills it up, and what makes room again."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
+    ballast = folder / "ballast"
+
+    def fill() -> None:
+        with suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
     try:
-        trainer = make_trainer(folder, steps=400)
-        with pytest.raises((OSError, RuntimeError)):
-            trainer.train()
-        for checkpoint in folder.glob("checkpoint-*"):
-            if not is_complete(checkpoint):
-                shutil.rmtree(checkpoint)
-        assert PrivacyLedger.read(folder).runs[-1].charged > 0
+        yield fill, ballast.unlink
     finally:
-        os.system(f"umount {folder}")
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextmanager
+def lockable(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """Gives what makes the folder read-only, for root too, and what ends it."""
+    root = os.geteuid() == 0
+    lock, unlock = (["chattr", "+i"], ["chattr", "-i"]) if root else (["chmod", "a-w"], ["chmod", "u+w"])
+    if subprocess.run([*lock, folder], capture_output=True).returncode:
+        pytest.skip("no folder can be made read-only here")
+    try:
+        subprocess.run([*unlock, folder], check=True)
+        yield (
+            lambda: subprocess.run([*lock, folder], check=True),
+            lambda: subprocess.run([*unlock, folder], check=True),
+        )
+    finally:
+        subprocess.run([*unlock, folder], check=True)
+
+
+@pytest.mark.parametrize(("fault", "disk"), [("full", small_disk), ("read-only", lockable)], ids=["full", "read-only"])
+def test_a_disk_that_really_fails_while_the_run_saves(
+    fault: str, disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+) -> None:
+    """Nothing is lost but the steps since the last checkpoint; mended, the run resumes and ends within its budget."""
+    steps, releases = 60, []
+    released = DPMechanism.release
+
+    def counted(self: DPMechanism, clipped_sum: torch.Tensor):
+        result = released(self, clipped_sum)
+        releases.append(1)
+        return result
+
+    monkeypatch.setattr(DPMechanism, "release", counted)
+    with disk(tmp_path) as (spoil, mend):
+        trainer = make_trainer(tmp_path, steps, save_total_limit=2)
+        trainer.add_callback(At(11, spoil))
+        with pytest.raises((OSError, SafetensorError, RuntimeError)) as caught:
+            trainer.train()
+        assert 11 < len(releases) < steps, caught.value
+        assert PrivacyLedger.read(tmp_path).runs[-1].charged >= len(releases)
+        mend()
+        make_trainer(tmp_path, steps, save_total_limit=2).train(resume_from_checkpoint=True)
+        assert PrivacyLedger.read(tmp_path).runs[-1].charged == steps
+        assert len(releases) <= steps
+    count(f"fault: a disk that is {fault} while saving", 1)
 
 
 def test_a_read_only_output_directory_is_refused_before_anything_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     trainer = make_trainer(tmp_path)
     opened = os.open
@@ -208,6 +275,7 @@ def test_a_read_only_output_directory_is_refused_before_anything_is_released(
     with pytest.raises(OSError, match="Read-only"):
         trainer.train()
     assert trainer.mechanism is None
+    count("fault: a read-only output directory", 1)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +289,7 @@ def test_a_read_only_output_directory_is_refused_before_anything_is_released(
         ("garbage", "expected a run|was changed|not a ledger line"),
     ],
 )
-def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str) -> None:
+def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str, count: Count) -> None:
     make_trainer(tmp_path, max_steps=8).train()
     path = tmp_path / PrivacyLedger.FILENAME
     lines = path.read_text().splitlines(keepends=True)
@@ -239,20 +307,23 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str) 
         path.write_bytes(b"\x00\xff garbage\n" * 10)
     with pytest.raises(LedgerError, match=message):
         make_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    count("fault: a damaged ledger", 1)
 
 
-def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path, count: Count) -> None:
     make_trainer(tmp_path, max_steps=8).train()
     with pytest.raises(ValueError, match=r"target_epsilon: 8\.0 in the checkpoint, 2\.0 now"):
         make_trainer(tmp_path, max_steps=8, target_epsilon=2.0).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-4")
         )
+    count("fault: a checkpoint of another plan", 1)
 
 
-def test_clock_jumps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jumps_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count) -> None:
     clock = iter(range(10**9, 0, -(10**5)))
     monkeypatch.setattr(time, "time", lambda: float(next(clock)))
     trainer = make_trainer(tmp_path, max_steps=6)
     trainer.train()
     assert PrivacyLedger.read(tmp_path).runs[-1].charged == 6
     assert json.loads((tmp_path / "privacy_report.json").read_text())
+    count("fault: a clock that runs backwards", 1)

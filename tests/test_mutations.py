@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Count
 
 from hf_dcsgd.audit import audit_strategy
 from hf_dcsgd.audit.processes import audit_processes
@@ -23,6 +24,8 @@ from hf_dcsgd.plan import PrivacyPlan
 from hf_dcsgd.sampling import PoissonBatchSampler
 from hf_dcsgd.thresholds import dc_sgd
 from hf_dcsgd.trainer import DCSGDTrainer
+
+pytestmark = pytest.mark.proof
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -159,6 +162,7 @@ def half_precision_norms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GhostClipper, "norms", lambda self, losses: norms_of(self, losses).half().float())
 
 
+REFUTED = "broken variant refuted by the audit"
 MUTATIONS = (
     Mutation("noise not scaled by C", 1, "gradient noise: deviation", noise_not_scaled),
     Mutation("σ used for σ_T", 0, "accounted σ", sigma_for_sigma_t),
@@ -184,26 +188,28 @@ PROCESS_MUTATIONS = (
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_the_audit_refutes_it(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_refutes_it(mutation: Mutation, monkeypatch: pytest.MonkeyPatch, count: Count) -> None:
     mutation.break_it(monkeypatch)
     (report,) = audit_strategy("dc_sgd_e", levels=(mutation.level,))
     assert any(mutation.finding in failure.name for failure in report.failures), str(report)
+    count(REFUTED, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.finding == "clipped sum"], ids=lambda m: m.name)
 def test_the_adversary_alone_refutes_what_leaks_through_the_sum(
-    mutation: Mutation, monkeypatch: pytest.MonkeyPatch
+    mutation: Mutation, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     mutation.break_it(monkeypatch)
     (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=4_000)
     assert not report.findings[0].passed, str(report)
+    count("broken variant refuted by the adversary of L2 alone", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "level", "finding", "line"), PROCESS_MUTATIONS, ids=lambda value: str(value)[:30])
 def test_the_audit_over_processes_refutes_it(
-    name: str, level: int, finding: str, line: str | None, tmp_path: Path
+    name: str, level: int, finding: str, line: str | None, tmp_path: Path, count: Count
 ) -> None:
     if line is not None:
         broken = f"""
@@ -226,6 +232,7 @@ PoissonBatchSampler.__init__ = everything
     script.write_text(f"{broken}\nfrom hf_dcsgd.audit.processes import main\nmain()\n")
     report = audit_processes("dc_sgd_e", entry=[str(script)])
     assert any(finding in failure.name for failure in report.failures), str(report)
+    count(REFUTED, 1)
 
 
 def test_the_table_in_the_docs_is_this_one() -> None:

@@ -363,6 +363,7 @@ def test_interrupted_run_is_offered_and_resumed(
     assert "already holds a run (3 of 4 steps charged)" in said
     assert "--resume_from_checkpoint last" in said
 
+    (out / "checkpoint-3").mkdir()  # a checkpoint of which nothing was written before the run was ended
     assert call(**options, resume_from_checkpoint="last") == 0
     # Three charged before, of which one was lost with the interruption: one is left.
     assert PrivacyLedger.read(out).charged == 4

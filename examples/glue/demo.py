@@ -38,7 +38,7 @@ REFERENCE = """
 """
 COMMON = """
     --do_train --do_eval --max_seq_length 48 --per_device_eval_batch_size 250 --logging_steps 10 --save_strategy no
-    --train_sampling_strategy group_by_length --report_to none
+    --train_sampling_strategy group_by_length --report_to none --disable_tqdm false
 """
 
 NEXT = """

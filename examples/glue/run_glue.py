@@ -36,9 +36,9 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.checkpoints import last_complete_checkpoint
 from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
 
@@ -84,11 +84,18 @@ def set_up(training_args: DCSGDTrainingArguments) -> None:
     set_seed(training_args.seed)
 
 
+def last_checkpoint(output_dir: Path) -> str | None:
+    try:
+        return last_complete_checkpoint(output_dir)
+    except ValueError:
+        return None
+
+
 def checkpoint_to_resume(training_args: DCSGDTrainingArguments, *, new_run: bool) -> str | None:
     """The checkpoint that was asked for; a run that is there already is never silently repeated or overwritten."""
     output_dir = Path(training_args.output_dir or ".")
     wanted = training_args.resume_from_checkpoint
-    last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    last = last_checkpoint(output_dir)
     if wanted is not None and not training_args.do_train:
         return None
     if wanted is not None:
