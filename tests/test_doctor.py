@@ -12,7 +12,8 @@ from architectures import DECODER, ENCODER, HIDDEN
 from torch import nn
 
 from hf_dcsgd import doctor
-from hf_dcsgd.cli import _DOCTOR_TASKS, main
+from hf_dcsgd.cli import main
+from hf_dcsgd.cli.doctor import TASKS as CLI_TASKS
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import select_trainable_layers
 from hf_dcsgd.step_cost import PeakMemory, measure_step
@@ -81,7 +82,7 @@ def test_every_task_is_found_from_the_configuration(tmp_path: Path, task: str):
 
 
 def test_the_command_knows_every_task():
-    assert set(_DOCTOR_TASKS) == set(doctor.TASKS) == set(MODELS)
+    assert set(CLI_TASKS) == set(doctor.TASKS) == set(MODELS)
 
 
 def test_a_base_model_gets_the_head_that_is_asked_for(tmp_path: Path):

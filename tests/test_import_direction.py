@@ -23,7 +23,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("publishing",),
     ("trainer",),
-    ("audit", "feature_cache", "doctor"),
+    ("audit", "doctor"),
     ("cli",),
 )
 STAGES = TIERS[1]

@@ -1,0 +1,36 @@
+"""The command `hf-dcsgd`: figures to decide by before a run, and checks after it.
+
+A subcommand is a file here, with a function that declares its arguments and one that carries it out. A wrong argument
+or a budget that cannot be met is one line on stderr and exit code 2. What is heavy to import is imported by the
+function that needs it, so that `--help` stays quick.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hf_dcsgd.cli import audit, calibrate, doctor, report, tuning_cost
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carries out one subcommand and returns the exit code; like argparse, exits by itself on wrong usage."""
+    parser = _OneLineErrorParser(
+        prog="hf-dcsgd",
+        description="Differentially private fine-tuning with the Hugging Face Trainer: its arithmetic and its checks.",
+        epilog="`hf-dcsgd COMMAND --help` explains a command.",
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for subcommand in (calibrate, tuning_cost, doctor, report, audit):
+        subcommand.declare(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.carry_out(arguments))
+    except ValueError as error:
+        print(f"{arguments.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+class _OneLineErrorParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")

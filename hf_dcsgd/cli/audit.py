@@ -1,0 +1,53 @@
+"""`hf-dcsgd audit`: try to refute the guarantee."""
+
+import argparse
+import json
+
+from hf_dcsgd.cli.shared import STRATEGIES, Subparsers, add_json_argument, add_subcommand
+
+
+def declare(subparsers: Subparsers) -> None:
+    parser = add_subcommand(
+        subparsers,
+        "audit",
+        carry_out,
+        help="try to refute the guarantee of this installation",
+        description="Tries to refute the guarantee, by running the trainer on a linear model with canaries.\n\n"
+        "  level 0  replays a step with and without a canary, noise taken out: sensitivities\n"
+        "  level 1  measures the noise: scale, distribution, repetition\n"
+        "  level 2  plays the adversary: a lower bound on μ, against the claimed 1/σ\n"
+        "  level 3  levels 0 and 1 over two processes\n\n"
+        "Exit code 1 when a level fails. For a trainer of your own see hf_dcsgd.audit.audit_trainer.",
+    )
+    parser.add_argument(
+        "--clipping", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), help="strategies (default: all)"
+    )
+    parser.add_argument(
+        "--level", nargs="+", type=int, choices=range(4), default=[0, 1, 2, 3], help="levels (default: all)"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=4000, metavar="N", help="level 2: trials with and without the canary (4000)"
+    )
+    add_json_argument(parser)
+
+
+def carry_out(arguments: argparse.Namespace) -> int:
+    from hf_dcsgd.audit import audit_strategy
+    from hf_dcsgd.audit.processes import audit_processes
+    from hf_dcsgd.validation import require
+
+    require(arguments.trials >= 100, f"expected --trials >= 100, got {arguments.trials}")
+    reports = []
+    for clipping in arguments.clipping:
+        found = audit_strategy(clipping, [level for level in arguments.level if level < 3], arguments.trials)
+        if 3 in arguments.level:
+            found.append(audit_processes(clipping))
+        reports += found
+        if not arguments.json:
+            print("\n".join(map(str, found)), flush=True)
+    if arguments.json:
+        print(json.dumps([report.to_dict() for report in reports], indent=2))
+    failed = sum(not report.passed for report in reports)
+    if not arguments.json:
+        print(f"{len(reports) - failed} of {len(reports)} audits passed")
+    return 1 if failed else 0

@@ -1,0 +1,36 @@
+"""`hf-dcsgd report`: the privacy report of a run, finished or not."""
+
+import argparse
+import json
+
+from hf_dcsgd.cli.shared import Subparsers, add_subcommand
+
+
+def declare(subparsers: Subparsers) -> None:
+    parser = add_subcommand(
+        subparsers,
+        "report",
+        carry_out,
+        help="the privacy report of a run, finished or not",
+        description="Writes privacy_report.json and privacy_report.html into the output directory of a run,\n"
+        "from its ledger and the values it released. A run that was killed has one too.",
+        epilog="example:\n  hf-dcsgd report out/",
+    )
+    parser.add_argument("output_dir", metavar="OUTPUT_DIR", help="where the run keeps privacy_ledger.jsonl")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, and write nothing")
+
+
+def carry_out(arguments: argparse.Namespace) -> int:
+    from hf_dcsgd.ledger import LedgerError
+    from hf_dcsgd.report import build_report, write_report
+
+    try:
+        if arguments.json:
+            print(json.dumps(build_report(arguments.output_dir), indent=2, ensure_ascii=False))
+            return 0
+        path = write_report(arguments.output_dir)
+    except (LedgerError, OSError) as error:
+        raise ValueError(str(error)) from error
+    print(build_report(arguments.output_dir)["guarantee"]["sentence"])
+    print(path)
+    return 0

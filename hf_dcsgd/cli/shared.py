@@ -1,0 +1,74 @@
+"""Arguments and figures that several subcommands share."""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Subparsers = Any  # argparse keeps the type of add_subparsers() to itself
+
+HISTOGRAM_STRATEGIES = ("dc_sgd_e", "dc_sgd_p")
+STRATEGIES = (*HISTOGRAM_STRATEGIES, "fixed", "andrew", "du", "auto_clip")
+
+
+def add_subcommand(
+    subparsers: Subparsers, name: str, carry_out: Callable[[argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.set_defaults(carry_out=carry_out, prog=parser.prog)
+    return parser
+
+
+def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--epsilon", type=float, required=True, metavar="EPS", help="the total ε to stay within")
+    parser.add_argument("--delta", type=float, metavar="DELTA", help="the total δ (default: 1 / dataset size)")
+
+
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        required=True,
+        metavar="B",
+        help="expected size of a logical batch: per-device batch size × gradient accumulation steps × processes",
+    )
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=float, metavar="E", help="length of a run; T = ceil(E × floor(N / B)) steps")
+    length.add_argument(
+        "--steps", type=int, metavar="T", help="length of a run in optimizer steps, instead of --epochs"
+    )
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def training_figures(arguments: argparse.Namespace) -> tuple[float, int, float]:
+    """(q, T, δ) from the arguments of `add_training_arguments` and `add_budget_arguments`."""
+    from hf_dcsgd.accounting import planned_steps
+    from hf_dcsgd.validation import require, require_count, require_fraction
+
+    size, batch = arguments.dataset_size, arguments.batch_size
+    require(batch >= 1, f"expected --batch-size >= 1, got {batch}")
+    require(size >= batch, f"expected --dataset-size >= --batch-size, got {size} and {batch}")
+    if arguments.steps is None:
+        steps = planned_steps(size, batch, arguments.epochs)
+    else:
+        steps = require_count("steps", arguments.steps)
+    delta = 1 / size if arguments.delta is None else arguments.delta
+    return batch / size, steps, require_fraction("delta", delta)
+
+
+def note_default_delta(arguments: argparse.Namespace) -> None:
+    if arguments.delta is None:
+        shown = f"1/N = {1 / arguments.dataset_size:.4g}"
+        print(f"note: delta is {shown} by default; a smaller one is better practice", file=sys.stderr)
+
+
+def rounded_up(value: float | None) -> str:
+    """Six decimals, never less than the value: a σ copied from the screen must not spend more than its budget."""
+    return "-" if value is None else f"{math.ceil(value * 1e6) / 1e6:.6f}"
