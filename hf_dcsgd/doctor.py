@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
-from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
+from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
 from hf_dcsgd.losses import loss_kind, per_example_losses, split_labels
 from hf_dcsgd.model_card import task_of
 from hf_dcsgd.parity import ParityError, check_parity, synthetic_like
@@ -87,14 +87,14 @@ def _look_at(model: PreTrainedModel, found: dict[str, Any], expression: str, bat
     found["total_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     found["groups"] = parameter_groups(sizes)
     found["loss"] = loss_kind(model)
-    _train_mode(model)
+    train_mode(model)
     clipper = GhostClipper(model)
     found["rules"] = _modules_by_rule(clipper)
     batch = synthetic_batch(model, found["loss"], 2, length)
     model.eval()
     check_parity(clipper, lambda: _losses(model, batch), _PARITY_TOLERANCE)
     found["parity"] = {"agrees": True, "tolerance": _PARITY_TOLERANCE, "examples": 2, "shape": _shape(batch)}
-    _train_mode(model)
+    train_mode(model)
     measured = min(_MEASURED_EXAMPLES, batch_size)
     larger = synthetic_batch(model, found["loss"], measured, length)
     found["step"] = measure_step(
@@ -151,16 +151,6 @@ def _modules_by_rule(clipper: GhostClipper) -> dict[str, list[str]]:
     for module, rule in clipper.rules().items():
         modules.setdefault(rule.removesuffix("_rule"), []).append(module)
     return modules
-
-
-def _train_mode(model: nn.Module) -> None:
-    """As in training: dropout is on, frozen batch normalisation keeps its stored statistics."""
-    model.train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(
-            p.requires_grad for p in module.parameters()
-        ):
-            module.eval()
 
 
 def _shape(batch: dict[str, Any]) -> list[int]:

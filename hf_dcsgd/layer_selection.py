@@ -26,11 +26,15 @@ and many others) would make the embeddings trainable, and is left out of `head`;
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_LAYERS = "last_encoder_pooler_classifier"
 PRESETS = (DEFAULT_LAYERS, "last:k", "head", "bias", "all", "as_is")
@@ -74,6 +78,27 @@ def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = 
         if aliases[0] in chosen:
             result.append(aliases[0])
     return result
+
+
+def hold_in_fp32(model: nn.Module, *, autocast: bool) -> None:
+    """Half-precision parameters that are trained become fp32; without autocast the whole model does, to fit them."""
+    if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        if not autocast:
+            model.float()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        logger.info("trainable parameters were in half precision and are now kept in fp32")
+
+
+def train_mode(model: nn.Module) -> None:
+    """`model.train()`, but frozen BatchNorm keeps its stored statistics: those of a batch would mix examples."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(
+            parameter.requires_grad for parameter in module.parameters()
+        ):
+            module.eval()
 
 
 def _entries(expression: str | Sequence[str]) -> list[str]:

@@ -21,17 +21,15 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
-from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete, require_same_plan
+from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import select_trainable_layers
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
 from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.plan import RAW_TRAIN_LOSS
 from hf_dcsgd.preflight import check_before_training, require_kinds
 from hf_dcsgd.processes import (
-    on_main_process,
     public_numbers,
     quiet_replica,
     refuse_lone_processes,
@@ -41,6 +39,7 @@ from hf_dcsgd.processes import (
 )
 from hf_dcsgd.publishing import PublishingTrainer
 from hf_dcsgd.randomness import public_randomness
+from hf_dcsgd.run_start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.search_cost import SearchCost, search_cost
 from hf_dcsgd.training_args import DCSGDTrainingArguments
@@ -137,20 +136,7 @@ class DCSGDTrainer(PublishingTrainer):
             expression = "last_encoder_pooler_classifier" if has_presets else "as_is"
         select_trainable_layers(model, expression)
         self._layers = expression
-        self._hold_in_fp32(model)
-
-    def _hold_in_fp32(self, model: nn.Module) -> None:
-        half = [
-            n for n, p in model.named_parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
-        ]
-        if half:
-            # Without autocast, layers of two precisions cannot be chained: then the whole model follows.
-            for _, parameter in model.named_parameters():
-                if parameter.requires_grad or (parameter.is_floating_point() and not self.args.bf16):
-                    parameter.data = parameter.data.float()
-            if not self.args.bf16:
-                model.float()
-            logger.info("trainable parameters were in half precision and are now kept in fp32")
+        hold_in_fp32(model, autocast=self.args.bf16)
 
     def _make_plan(self) -> PrivacyPlan:
         return self.args.privacy_plan(
@@ -214,24 +200,24 @@ class DCSGDTrainer(PublishingTrainer):
     ) -> Any:
         if resume_from_checkpoint is None:
             self._refuse_second_run()
-        self._hold_in_fp32(self.model)  # evaluation may have left it in half precision
+        hold_in_fp32(self.model, autocast=self.args.bf16)  # evaluation may have left it in half precision
         assert self.plan is not None
+        saved = None if resume_from_checkpoint is None else saved_privacy_state(self.state)
         # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
-        numbers = public_numbers(self.plan, self.args, self.model) | {"max_steps": max_steps}
-        if resume_from_checkpoint is not None:
-            state = (saved_privacy_state(self.state) or {}).get("mechanism", {})
-            # Not the ledger's head: on machines with disks of their own, only the main process saves it.
-            state = {name: state.get(name) for name in ("charged", "threshold")}
-            numbers["checkpoint"] = {"global_step": self.state.global_step, **state}
-        require_agreement(numbers)
+        require_agreement(
+            public_numbers(self.plan, self.args, self.model)
+            | {"max_steps": max_steps}
+            | {"checkpoint": public_checkpoint_numbers(self.state.global_step, saved)}
+        )
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
-        saved = None if resume_from_checkpoint is None else self._privacy_of_checkpoint(resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            require_continuation(saved, self.plan, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._train_mode()
         self.clipper = GhostClipper(self.model)
         self._check_parity()
-        self.mechanism = self._start_mechanism(self.plan, saved)
+        self._start_mechanism(self.plan, saved)
         if self.is_world_process_zero():
             print(self.plan.describe())
         return prepared
@@ -247,48 +233,17 @@ class DCSGDTrainer(PublishingTrainer):
                 "resume_from_checkpoint; to start over pass a fresh model, or a model_init"
             )
 
-    def _privacy_of_checkpoint(self, checkpoint: str) -> dict[str, Any]:
-        """What the checkpoint says about plan and mechanism; refused unless the plan is this one."""
-        saved = saved_privacy_state(self.state)
-        if saved is None:
-            raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
-        assert self.plan is not None
-        require_same_plan(PrivacyPlan.from_dict(saved["plan"]), self.plan)
-        return saved
-
-    def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> DPMechanism:
-        run_dir = Path(self._get_output_dir(getattr(self, "_trial", None)))
-        is_main = self.is_world_process_zero()
-
-        def open_ledger() -> PrivacyLedger:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            return PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=saved is not None)
-
-        ledger = on_main_process(open_ledger)
-        mechanism = DPMechanism(
-            plan,
-            ledger=ledger,
-            all_reduce=torch.distributed.all_reduce if self.args.world_size > 1 else None,
-            is_main_process=is_main,
-        )
-        if saved is not None:
-            on_main_process(lambda: mechanism.load_state_dict(saved["mechanism"]))
-            if not is_main:
-                mechanism.load_state_dict(saved["mechanism"])
-        mechanism.agree_on_charges(self.args.device)
-        if mechanism.exhausted:
-            raise BudgetExhausted(
-                f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
-                f"taken within ε = {plan.epsilon():.4g}"
-            )
-        if getattr(self, "_trial", None) is not None:
-            self._trials.append((str(run_dir), mechanism))
+    def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> None:
+        trial = getattr(self, "_trial", None)
+        run_dir, is_main = Path(self._get_output_dir(trial)), self.is_world_process_zero()
+        self.mechanism = start_mechanism(plan, run_dir, saved, is_main_process=is_main, device=self.args.device)
+        if trial is not None:
+            self._trials.append((str(run_dir), self.mechanism))
         trace = run_dir / TRACE_FILENAME if is_main else None
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
-        self._privacy_callback().attach(mechanism, trace)
+        self._privacy_callback().attach(self.mechanism, trace)
         self._record_run(run_dir)
-        return mechanism
 
     def _privacy_callback(self) -> PrivacyCallback:
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
@@ -376,13 +331,7 @@ class DCSGDTrainer(PublishingTrainer):
         return split_labels(self.model, inputs, self.label_names if self.args.label_names else None)
 
     def _train_mode(self) -> None:
-        """`model.train()`, but frozen BatchNorm keeps its stored statistics: those of a batch would mix examples."""
-        self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(
-                p.requires_grad for p in module.parameters()
-            ):
-                module.eval()
+        train_mode(self.model)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -19,7 +19,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("plan", "tuning_cost"),
     ("mechanism",),
     ("dataloading", "parity", "padding", "processes", "callbacks", "search_cost", "checkpoints", "step_cost"),
-    ("training_args", "preflight"),
+    ("training_args", "preflight", "run_start"),
     ("report",),
     ("publishing",),
     ("trainer",),
