@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
@@ -31,6 +32,13 @@ TASKS = {
     "text-generation": "AutoModelForCausalLM",
     "text2text-generation": "AutoModelForSeq2SeqLM",
     "image-classification": "AutoModelForImageClassification",
+}
+_ADAPTER_TASKS = {
+    "SEQ_CLS": "text-classification",
+    "TOKEN_CLS": "token-classification",
+    "QUESTION_ANS": "question-answering",
+    "CAUSAL_LM": "text-generation",
+    "SEQ_2_SEQ_LM": "text2text-generation",
 }
 _PARITY_TOLERANCE = 1e-3
 _MEASURED_EXAMPLES = 4
@@ -51,21 +59,27 @@ def diagnose(
     """
     model, task = load_model(name, task)
     found: dict[str, Any] = {"model": name, "class": type(model).__name__, "task": task, "refused": []}
+    default_layers = DEFAULT_LAYERS if isinstance(model, PreTrainedModel) else "as_is"
     try:
-        _look_at(model, found, trainable_layers or DEFAULT_LAYERS, batch_size, sequence_length)
+        _look_at(model, found, trainable_layers or default_layers, batch_size, sequence_length)
     except (UnsupportedModelError, BatchCouplingError, ParityError, ValueError, NotImplementedError) as error:
         found["refused"].append(str(error))
     return found
 
 
-def load_model(name: str, task: str | None) -> tuple[PreTrainedModel, str]:
-    """The model with the head of the task, in fp32; the task is read off its configuration when not given."""
+def load_model(name: str, task: str | None) -> tuple[Any, str]:
+    """The model with the head of the task, in fp32; the task is read off its configuration when not given.
+
+    The name may be that of an adapter, whose base model is then loaded below it.
+    """
     with _quiet_transformers():
         try:
+            if find_adapter_config_file(name) is not None:
+                return _load_adapter(name, task)
             config = AutoConfig.from_pretrained(name)
             task = task or _task_of(config)
             model = getattr(transformers, TASKS[task]).from_pretrained(name, config=config)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ValueError(
                 f"cannot load {name!r}{'' if task is None else f' for {task}'}. Expected a folder written by "
                 f"save_pretrained, or the name of a model on the Hub and a network to fetch it. {_first_line(error)}"
@@ -73,12 +87,23 @@ def load_model(name: str, task: str | None) -> tuple[PreTrainedModel, str]:
     return model.float(), task
 
 
+def _load_adapter(name: str, task: str | None) -> tuple[Any, str]:
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise ValueError("it is an adapter, and those need peft: pip install peft") from None
+    config = PeftConfig.from_pretrained(name)
+    task = task or _ADAPTER_TASKS.get(str(getattr(config.task_type, "value", config.task_type)))
+    base, task = load_model(str(config.base_model_name_or_path), task)
+    return PeftModel.from_pretrained(base, name, is_trainable=True).float(), task
+
+
 def _task_of(config: Any) -> str:
     tasks = [task_of(architecture) for architecture in getattr(config, "architectures", None) or ()]
     return next((task for task in tasks if task in TASKS), "text-classification")
 
 
-def _look_at(model: PreTrainedModel, found: dict[str, Any], expression: str, batch_size: int, length: int) -> None:
+def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int, length: int) -> None:
     """Fills `found` step by step, so that what was learnt before a refusal is kept."""
     names = select_trainable_layers(model, expression)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in set(names)}
@@ -103,7 +128,7 @@ def _look_at(model: PreTrainedModel, found: dict[str, Any], expression: str, bat
     found["slow_parameters"] = sorted(clipper.slow_parameters)
 
 
-def synthetic_batch(model: PreTrainedModel, kind: str, n: int, length: int) -> dict[str, Any]:
+def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any]:
     """A made-up batch with labels for this kind of loss. Lengths are cut to what the model can take."""
     config: Any = model.config.get_text_config()
     if model.main_input_name == "pixel_values":
@@ -141,7 +166,7 @@ def _labels(kind: str, n: int, length: int, num_labels: int, tokens: Tensor) -> 
     return {"labels": torch.zeros(n, length, dtype=torch.long)}
 
 
-def _losses(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
+def _losses(model: Any, batch: dict[str, Any]) -> Tensor:
     inputs, labels = split_labels(model, batch)
     return per_example_losses(model, model(**inputs), labels)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -54,6 +55,33 @@ def test_a_bert_in_full(tmp_path: Path):
     assert step["bytes"]["gradient_optimizer_noise"] == 24 * found["trained_parameters"]
     assert step["bytes"]["total"] == sum(value for name, value in step["bytes"].items() if name != "total")
     json.dumps(found)
+
+
+def test_an_adapter_on_its_base_model(tmp_path: Path):
+    base = hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))
+    folder = saved(tmp_path / "base", base)
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], base_model_name_or_path=folder)
+    adapted = peft.get_peft_model(hf.AutoModelForSequenceClassification.from_pretrained(folder), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    found = doctor.diagnose(str(tmp_path / "adapter"), batch_size=4, sequence_length=8)
+    assert found["class"] == "PeftModelForSequenceClassification"
+    assert found["task"] == "text-classification"
+    assert found["refused"] == []
+    assert found["trainable_layers"] == "as_is"
+    assert found["trained_parameters"] == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert found["parity"]["agrees"]
+    assert "lora" in doctor.describe(found)
+
+
+def test_an_adapter_whose_base_model_is_gone(tmp_path: Path, capsys):
+    base = hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "gone/base"}))
+    assert main(["doctor", "--model", str(tmp_path)]) == 2
+    assert "gone/base" in capsys.readouterr().err
 
 
 MODELS = {
