@@ -50,6 +50,10 @@ def combined_noise_multiplier(multipliers: Sequence[float]) -> float:
     return precision**-0.5 if precision > 0 else math.inf
 
 
+class NothingLeftForGradientError(ValueError):
+    """The side releases take all of the accounted σ, or more."""
+
+
 def grad_noise_multiplier(noise_multiplier: float, side_noise_multipliers: Mapping[str, float]) -> float:
     """σ_T: what is left for the gradient when the side releases take their share of σ (Theorem 1).
 
@@ -65,7 +69,7 @@ def grad_noise_multiplier(noise_multiplier: float, side_noise_multipliers: Mappi
         if len(side_noise_multipliers) > 1:
             name = " and ".join(side_noise_multipliers) + " combined"
             shown += " (" + ", ".join(f"{key}={value:g}" for key, value in side_noise_multipliers.items()) + ")"
-        raise ValueError(f"expected {name} > noise_multiplier, got {shown} and {noise_multiplier:g}")
+        raise NothingLeftForGradientError(f"expected {name} > noise_multiplier, got {shown} and {noise_multiplier:g}")
     # (1/σ − 1/s)(1/σ + 1/s) keeps its digits where 1/σ² − 1/s² would cancel.
     inverse, side_inverse = 1 / noise_multiplier, 1 / side
     return float(((inverse - side_inverse) * (inverse + side_inverse)) ** -0.5)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from hf_dcsgd.ghost import BatchCouplingError
+from hf_dcsgd.randomness import secret_seed
 from hf_dcsgd.sampling import PoissonBatchSampler
 
 Batch = dict[str, Any]
@@ -59,7 +65,7 @@ class EmptyAware:
 def poisson_dataloader(
     rows: Any, sampler: PoissonBatchSampler, collate: Callable[[list[Any]], Batch], args: TrainingArguments
 ) -> DataLoader:
-    """One item per micro-batch; `{}` where the draw left it empty."""
+    """One item per micro-batch; `{}` where the draw left it empty. Workers get secret seeds, as dropout does."""
     return DataLoader(
         _RowLists(rows),
         batch_sampler=sampler,
@@ -69,6 +75,7 @@ def poisson_dataloader(
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,
         multiprocessing_context=args.dataloader_multiprocessing_context,
+        generator=None if sampler.unsafe_seed is not None else torch.Generator().manual_seed(secret_seed()),
         worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
     )
 
@@ -86,6 +93,41 @@ def require_rows(batch: Any, count: int) -> Batch:
             f"expected the data collator to give each row one entry of the batch, got {found} entries for {count} rows"
         )
     return batch  # type: ignore[return-value]
+
+
+def require_separate_rows(collate: Callable[[list[Any]], Batch], row: Any, other: Any) -> None:
+    """Refuses a collator whose numbers for one row follow another row too: MixUp, or centring over the batch.
+
+    Call it with the global random states to spare. Rows that are no mappings of numbers are not looked at.
+    """
+    if not isinstance(other, Mapping):
+        return
+    changed = {name: _changed_numbers(value) for name, value in other.items()}
+    batches = []
+    for second in (other, changed):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        batches.append(collate([copy.copy(row), copy.copy(second)]))
+    for name, value in batches[0].items():
+        again = batches[1].get(name)
+        if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
+            continue
+        if not isinstance(again, Tensor) or value[0].shape != again[0].shape:
+            continue
+        if not torch.allclose(value[0], again[0], rtol=0, atol=0, equal_nan=True):
+            raise BatchCouplingError(
+                f"the data collator mixes rows: {name!r} of one row changes when another row does, so one example "
+                "moves the gradients of others and clipping bounds nothing"
+            )
+
+
+def _changed_numbers(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return -value - 1 if torch.as_tensor(value).is_floating_point() else value
+    if isinstance(value, list):
+        return [_changed_numbers(item) for item in value]
+    return -value - 1 if isinstance(value, float) else value
 
 
 def batch_length(batch: Batch) -> int:

@@ -225,7 +225,10 @@ def describe(found: dict[str, Any]) -> str:
         lines += ["REFUSED, training would not start:", *(_indented(reason) for reason in found["refused"])]
     else:
         shape = " × ".join(map(str, found["parity"]["shape"]))
-        lines += ["refused: nothing", f"parity: norms and clipped sum agree with autograd (2 examples of {shape})"]
+        lines += [
+            "refused: nothing",
+            f"parity: norms and clipped sum agree with autograd (2 made-up examples of shape {shape})",
+        ]
         lines += _step_lines(found["step"])
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modelcard import TASK_MAPPING, TrainingSummary
 
 from hf_dcsgd.losses import unwrapped_model
@@ -74,6 +74,7 @@ class CardFacts:
     model_name: str
     usage: str
     arguments: Mapping[str, Any]
+    model_code: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     task: str | None = None
     base_model: str | None = None
@@ -167,17 +168,20 @@ def _privacy_block(report: Mapping[str, Any]) -> dict[str, Any]:
 def card_facts(trainer: PublishingTrainer, *, repo_id: str | None = None, **given: Any) -> CardFacts:
     """What a trainer knows. `given` are the arguments of transformers' `create_model_card`, which it would infer."""
     base = unwrapped_model(trainer.model)
-    adapter = hasattr(trainer.model, "peft_config")
+    adapters: Any = getattr(trainer.model, "peft_config", None) or {}
+    adapter = bool(adapters)
     given["tasks"] = given.get("tasks") or task_of(type(base).__name__)
     if not hasattr(trainer.model, "config"):
         given["finetuned_from"] = given.get("finetuned_from") or ""
     summary = TrainingSummary.from_trainer(trainer, **given)
     task = summary.tasks if isinstance(summary.tasks, str) else next(iter(summary.tasks or ()), None)
     model_name = summary.model_name or "model"
+    has_tokenizer = isinstance(trainer.processing_class, PreTrainedTokenizerBase)
     base_model = summary.finetuned_from if _is_repo_id(summary.finetuned_from) else None
     return CardFacts(
         model_name=model_name,
-        usage=usage(base, repo_id or model_name, base_model, adapter=adapter),
+        usage=usage(base, repo_id or model_name, base_model, adapter=adapter, tokenizer=has_tokenizer),
+        model_code=model_code(base, base_model, next(iter(adapters.values()), None)),
         arguments=training_arguments(trainer.args),
         metrics=last_metrics(trainer.state.log_history),
         task=task,
@@ -228,24 +232,50 @@ def training_arguments(args: DCSGDTrainingArguments) -> dict[str, Any]:
     }
 
 
-def usage(base: Any, name: str, base_model: str | None, *, adapter: bool) -> str:
-    """Code that loads the model."""
-    model_class = type(base).__name__
-    quoted = json.dumps(name, ensure_ascii=False)
+def usage(base: Any, name: str, base_model: str | None, *, adapter: bool, tokenizer: bool = False) -> str:
+    """Code that loads the model, and its tokenizer where it has one."""
+    model_class, quoted = type(base).__name__, json.dumps(name, ensure_ascii=False)
+    names = ", ".join(["AutoTokenizer", model_class] if tokenizer else [model_class])
+    last = f"\ntokenizer = AutoTokenizer.from_pretrained({quoted})" if tokenizer else ""
     if adapter:
         return (
-            "from peft import PeftModel\n"
-            f"from transformers import {model_class}\n\n"
-            f'base = {model_class}.from_pretrained("{base_model or "BASE MODEL"}")\n'
-            f"model = PeftModel.from_pretrained(base, {quoted})"
+            f"from peft import PeftModel\nfrom transformers import {names}\n\n"
+            f"base = {_loaded(base, base_model)}\n"
+            f"model = PeftModel.from_pretrained(base, {quoted}){last}"
         )
     if isinstance(base, PreTrainedModel):
-        return f"from transformers import {model_class}\n\nmodel = {model_class}.from_pretrained({quoted})"
+        return f"from transformers import {names}\n\nmodel = {model_class}.from_pretrained({quoted}){last}"
     return (
         "from huggingface_hub import hf_hub_download\n"
         "from safetensors.torch import load_file\n\n"
         f'weights = load_file(hf_hub_download({quoted}, "model.safetensors"))  # of your {model_class}'
     )
+
+
+def model_code(base: Any, base_model: str | None, adapter: Any = None) -> str:
+    """Code that makes the model as it was before training; empty where that is not known."""
+    if not isinstance(base, PreTrainedModel):
+        return ""
+    lines = [f"from transformers import {type(base).__name__}", "", f"model = {_loaded(base, base_model)}"]
+    if adapter is not None:
+        names = ("task_type", "r", "lora_alpha", "lora_dropout", "target_modules")
+        given = {name: getattr(adapter, name, None) for name in names}
+        shown = ", ".join(f"{name}={_argument(value)}" for name, value in given.items() if value not in (None, 0.0))
+        kind = type(adapter).__name__
+        lines.insert(0, f"from peft import {kind}, get_peft_model")
+        lines.append(f"model = get_peft_model(model, {kind}({shown}))")
+    return "\n".join(lines)
+
+
+def _loaded(base: Any, base_model: str | None) -> str:
+    labels = getattr(base.config, "num_labels", 2)
+    head = f", num_labels={labels}" if labels != 2 and "Classification" in type(base).__name__ else ""
+    return f'{type(base).__name__}.from_pretrained("{base_model or "BASE MODEL"}"{head})'
+
+
+def _argument(value: Any) -> str:
+    value = _plain(value)
+    return _literal(sorted(value) if isinstance(value, set) else value)
 
 
 def write_trajectory(directory: Path, trace: Sequence[dict[str, Any]]) -> str | None:
@@ -287,7 +317,8 @@ def _listed(value: str | Sequence[str] | None) -> list[str]:
 
 
 def _is_repo_id(name: str | None) -> bool:
-    if not name:
+    """Whether it can only be a model on the Hub: a folder of that name is on this machine alone."""
+    if not name or Path(name).exists():
         return False
     try:
         validate_repo_id(name)

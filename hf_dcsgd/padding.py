@@ -33,7 +33,7 @@ def padded_and_bare(
     together = collated(rows)
     index = _most_padded(together, len(rows))
     if index is None:
-        sizes = [_size(collated([row])) for row in rows]
+        sizes = [batch_size_of(collated([row])) for row in rows]
         index = sizes.index(min(sizes))
     alone = collated([rows[index]])
     if _row_shapes(together) == _row_shapes(alone):
@@ -55,7 +55,8 @@ def _most_padded(batch: Batch, n: int) -> int | None:
     return int(mask.bool().sum(1).argmin()) if _has_rows(mask, n) and mask.dim() == 2 else None  # type: ignore[union-attr]
 
 
-def _size(batch: Batch) -> int:
+def batch_size_of(batch: Batch) -> int:
+    """How many numbers a batch holds."""
     return sum(value.numel() for value in batch.values() if isinstance(value, Tensor))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +95,34 @@ def check_independence(together: Tensor, alone: Tensor, tolerance: float) -> Non
         raise BatchCouplingError(
             "the loss of an example is another one within a batch than alone, so one example moves the gradients of "
             "others and clipping bounds nothing: nothing in it may be centred, scaled or compared over the batch"
+        )
+
+
+@contextmanager
+def dropout_off(model: nn.Module) -> Iterator[None]:
+    """The train mode without dropout: every probability that has "drop" in its name, or is that of a dropout layer."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and ("drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))
+    ]
+    try:
+        for module, name, _ in found:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)
+
+
+def check_order(norms: Tensor, of_the_reversed_batch: Tensor, tolerance: float) -> None:
+    """Raises `BatchCouplingError` unless the norms of a batch that is turned around are turned around too."""
+    if not torch.allclose(norms, of_the_reversed_batch.flip(0), rtol=tolerance, atol=tolerance * float(norms.max())):
+        raise BatchCouplingError(
+            "the gradient norms of a batch change when its examples come in another order: does the model sort them? "
+            "Examples must keep their places, or gradients are taken for those of others"
         )
 
 

@@ -24,7 +24,7 @@ ZERO_NOISE = "zero_noise"
 UNSAFE_NOISE_SEED = "unsafe_noise_seed"
 RAW_TRAIN_LOSS = "raw_train_loss"
 
-_SETTINGS: dict[str, tuple[str, ...]] = {
+STRATEGY_OPTIONS: dict[str, tuple[str, ...]] = {
     "fixed": ("clip_threshold",),
     "dc_sgd_p": ("clip_threshold", "percentile", "histogram_bins", "histogram_range"),
     "dc_sgd_e": ("clip_threshold", "histogram_bins", "histogram_range"),
@@ -137,25 +137,34 @@ class PrivacyPlan:
         if loss_clip is not None and loss_noise_multiplier is None:
             loss_noise_multiplier = default_side
         voided = [ZERO_NOISE] * (sigma == 0) + [UNSAFE_NOISE_SEED] * (unsafe_noise_seed is not None)
-        return cls(
-            dataset_size=dataset_size,
-            expected_batch_size=expected_batch_size,
-            steps=steps,
-            num_parameters=num_parameters,
-            delta=delta,
-            noise_multiplier=sigma,
-            accountant=accountant,
-            clipping=clipping,
-            settings={name: resolved[name] for name in _SETTINGS[clipping]},
-            histogram_noise_multiplier=histogram_noise_multiplier,
-            loss_noise_multiplier=loss_noise_multiplier,
-            loss_clip=loss_clip,
-            target_epsilon=target_epsilon,
-            world_size=world_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            unsafe_noise_seed=unsafe_noise_seed,
-            opt_outs=tuple(dict.fromkeys([*opt_outs, *voided])),
-        )
+        try:
+            return cls(
+                dataset_size=dataset_size,
+                expected_batch_size=expected_batch_size,
+                steps=steps,
+                num_parameters=num_parameters,
+                delta=delta,
+                noise_multiplier=sigma,
+                accountant=accountant,
+                clipping=clipping,
+                settings={name: resolved[name] for name in STRATEGY_OPTIONS[clipping]},
+                histogram_noise_multiplier=histogram_noise_multiplier,
+                loss_noise_multiplier=loss_noise_multiplier,
+                loss_clip=loss_clip,
+                target_epsilon=target_epsilon,
+                world_size=world_size,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                unsafe_noise_seed=unsafe_noise_seed,
+                opt_outs=tuple(dict.fromkeys([*opt_outs, *voided])),
+            )
+        except accounting.NothingLeftForGradientError as error:
+            if target_epsilon is None:
+                raise
+            raise ValueError(
+                f"target_epsilon = {target_epsilon:g} needs noise_multiplier = {sigma:.4g}, which leaves nothing for "
+                f"the gradient: {error}. Raise target_epsilon, train on more examples or for fewer steps, or set a "
+                "larger multiplier"
+            ) from error
 
     @property
     def sampling_rate(self) -> float:
@@ -307,7 +316,7 @@ def _require_strategy(plan: PrivacyPlan) -> None:
     require(
         plan.clipping in STRATEGIES, f"expected clipping to be one of {', '.join(STRATEGIES)}, got {plan.clipping!r}"
     )
-    needed = _SETTINGS[plan.clipping]
+    needed = STRATEGY_OPTIONS[plan.clipping]
     require(
         set(plan.settings) == set(needed),
         f"expected the settings {', '.join(needed)} for {plan.clipping}, got {', '.join(plan.settings)}",

@@ -5,20 +5,24 @@ The checks run the trainer's own forward on made-up examples of the shape of its
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.dataloading import Batch, EmptyAware, batch_length, cut
+from hf_dcsgd.dataloading import Batch, EmptyAware, batch_length, cut, require_separate_rows
+from hf_dcsgd.forward_writes import refuse_forward_writes
 from hf_dcsgd.losses import require_separable_losses, unwrapped_model
-from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
-from hf_dcsgd.parity import check_independence, check_parity, synthetic_like
-from hf_dcsgd.randomness import public_randomness
+from hf_dcsgd.padding import batch_size_of, padded_and_bare, require_padding_invariance
+from hf_dcsgd.parity import check_independence, check_order, check_parity, dropout_off, synthetic_like
 from hf_dcsgd.sampling import map_style_length
 
-PADDING_CHECK_ROWS = 32  # among so many there will be two of unequal length, if there are any
+logger = logging.getLogger(__name__)
+
+LOOKED_AT_ROWS = 32  # among so many there will be two of unequal length, if there are any
 
 
 def require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
@@ -44,46 +48,102 @@ def require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -
 
 def check_before_training(trainer: Any) -> None:
     """Ghost norms against autograd, and that no example moves another; raises before anything is charged."""
-    rows, collate = trainer._rows_and_collator()
+    rows, collate = _rows_and_collator(trainer)
     tolerance = 5e-2 if trainer.args.bf16 else 1e-3
-    with public_randomness(trainer.args.device):
-        collated = trainer._prepare_inputs(EmptyAware(collate)([rows[0], rows[1 % len(rows)]]))
+    with trainer._private_randomness():
+        collated = trainer._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
+        require_separate_rows(collate, rows[0], rows[1 % len(rows)])
     special = tuple(getattr(trainer.processing_class, "all_special_ids", None) or ())
     batch = synthetic_like(trainer.model, collated, special)
     trainer.model.eval()
     try:
-        with trainer.compute_loss_context_manager():
+        with trainer.compute_loss_context_manager(), trainer._private_randomness():
             with torch.no_grad():
                 if not trainer._losses(batch)[0].isfinite().all():
                     batch = collated  # a model that cannot make anything of made-up examples
             check_parity(trainer.clipper, lambda: trainer._losses(batch)[0], tolerance)
             _check_padding(trainer, tolerance)
+            _check_order(trainer, tolerance)
             if trainer.per_example_loss_func is not None:
                 model_inputs, labels = trainer._split(batch)
                 with torch.no_grad():
                     outputs = trainer._forward(model_inputs)
                 require_separable_losses(trainer.per_example_loss_func, outputs, labels, batch_length(batch))
             _check_independence(trainer, batch, tolerance)
+            _check_train_mode(trainer, batch, tolerance)
     finally:
         trainer._train_mode()
+        trainer.clipper.verify_again()  # on real examples, too
+    if trainer.clipper.slow_parameters:
+        logger.warning(
+            "exact but slow, one backward pass per example (no module call shows what each example adds to these "
+            "parameters; freeze them to avoid it): %s",
+            ", ".join(sorted(trainer.clipper.slow_parameters)),
+        )
+
+
+def _check_train_mode(trainer: Any, batch: Batch, tolerance: float) -> None:
+    """As training will run it: nothing may be written into the model; examples are independent, dropout aside."""
+    trainer._train_mode()
+    with trainer.clipper:
+        with refuse_forward_writes(trainer.model):
+            losses = trainer._losses(batch)[0]
+        trainer.clipper.norms(losses)
+    with dropout_off(trainer.model):
+        if torch.equal(trainer._losses(batch)[0], trainer._losses(batch)[0]):
+            _check_independence(trainer, batch, tolerance)
 
 
 def _check_independence(trainer: Any, batch: Batch, tolerance: float) -> None:
     """Losses alone and within a batch; left out where some input has no row per example to be cut by."""
-    n = batch_length(batch)
-    if all(len(value) == n for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0):
-        with torch.no_grad():
-            together, *alone = (trainer._losses(inputs)[0] for inputs in (batch, *cut(batch, 1)))
+    if _has_rows_only(batch):
+        together, *alone = (trainer._losses(inputs)[0].detach() for inputs in (batch, *cut(batch, 1)))
         check_independence(together, torch.cat(alone), tolerance)
 
 
+def _has_rows_only(batch: Batch) -> bool:
+    n = batch_length(batch)
+    return all(len(value) == n for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0)
+
+
 def _check_padding(trainer: Any, tolerance: float) -> None:
-    rows, collate = trainer._rows_and_collator()
+    rows, collate = _rows_and_collator(trainer)
     config = getattr(unwrapped_model(trainer.model), "config", None)
-    with public_randomness(trainer.args.device):
-        some_rows = [rows[i] for i in range(min(len(rows), PADDING_CHECK_ROWS))]
-        example = padded_and_bare(collate, some_rows, getattr(config, "is_encoder_decoder", False))
+    example = padded_and_bare(collate, _some_rows(rows), getattr(config, "is_encoder_decoder", False))
     if example is not None:
         with torch.no_grad():
             padded, bare = (trainer._losses(trainer._prepare_inputs(inputs))[0] for inputs in example)
         require_padding_invariance(padded, bare, tolerance)
+
+
+def _check_order(trainer: Any, tolerance: float) -> None:
+    """Norms of the shortest and the longest of some rows, in either order; left out where the forward is random."""
+    rows, collate = _rows_and_collator(trainer)
+    by_size = sorted(_some_rows(rows), key=lambda row: batch_size_of(collate([copy.copy(row)])))
+    batch = trainer._prepare_inputs(collate([by_size[0], by_size[-1]]))
+    if not _has_rows_only(batch):
+        return
+    reversed_batch = {name: value.flip(0) if _is_rows(value) else value for name, value in batch.items()}
+    norms, again, reversed_norms = (_norms(trainer, inputs) for inputs in (batch, batch, reversed_batch))
+    if norms.isfinite().all() and torch.equal(norms, again):
+        check_order(norms, reversed_norms, tolerance)
+
+
+def _rows_and_collator(trainer: Any) -> tuple[Any, EmptyAware]:
+    rows, collate = trainer._rows_and_collator()
+    return rows, EmptyAware(collate)
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _norms(trainer: Any, batch: Batch) -> Tensor:
+    with trainer.clipper:
+        return trainer.clipper.norms(trainer._losses(batch)[0])
+
+
+def _some_rows(rows: Any) -> list[Any]:
+    """From all over the data set: it may be sorted by length."""
+    count = min(len(rows), LOOKED_AT_ROWS)
+    return [rows[len(rows) * k // count] for k in range(count)]

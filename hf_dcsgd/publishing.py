@@ -53,7 +53,6 @@ class PublishingTrainer(Trainer):
             return super().train(*args, **kwargs)
         finally:
             if self._run_started and self._run_dir is not None and self.is_world_process_zero():
-                self._record_run(self._run_dir)
                 path = report.try_to_write_report(self._run_dir)
                 if path is not None:
                     print(f"Privacy report: {path}")
@@ -66,7 +65,7 @@ class PublishingTrainer(Trainer):
         return report.build_report(self._report_dir())
 
     def _record_run(self, run_dir: Path) -> None:
-        """Writes down what is trained. At the start of a run; and at its end, when all slow parameters are known."""
+        """Writes down what is trained, at the start: which parameters turn out slow later follows from data."""
         self._run_dir, self._run_started = run_dir, True
         if self.is_world_process_zero():
             assert self.plan is not None

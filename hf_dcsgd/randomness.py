@@ -1,15 +1,23 @@
-"""Global random states that tell nothing about the private batches.
+"""Randomness that is neither noise nor sampling: dropout, collators that mask tokens, augmentations.
 
-Dropout, collators that mask tokens and augmentations draw as many random numbers as the batch is large, and
-transformers writes the global states into every checkpoint: how far they have moved would give away the sizes of the
-private draws. `public_randomness` cuts that tie.
+Two ties to the private batches must be cut.
 
-Guarantee. The global states of `random`, `numpy` and `torch` after a block are a function of those before it, whatever
-was drawn inside. Noise and sampling have generators of their own and are not touched.
+*What is drawn.* A mask belongs to a place in the batch. Under a seed that is public, one record more or less hands
+every later record another mask, known to all, and changes many gradients. Masks from fresh secret randomness are
+independent of one another, so the other records keep theirs in distribution: with or without the record, the sum
+differs by that record's own part.
+
+*How much is drawn.* Transformers writes the global states into every checkpoint: how far they have moved would give
+away the sizes of the private draws.
+
+Guarantee. Inside a `private_randomness` block, the global states of `random`, `numpy` and `torch` are seeded by the
+operating system. After it they are a function of those before it, whatever was drawn inside. Noise and sampling have
+generators of their own and are not touched.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +27,14 @@ import torch
 
 
 @contextmanager
-def public_randomness(device: torch.device) -> Iterator[None]:
-    """Inside, random numbers follow from one number drawn from torch's global state; outside, only that draw shows."""
-    seed = int(torch.randint(2**62, ()))
+def private_randomness(device: torch.device, *, reproducible: bool = False) -> Iterator[None]:
+    """Fresh global states inside, and the old ones after it, moved on by one draw.
+
+    `reproducible` takes the fresh states from that draw, and so from the public seed: for runs whose noise has a fixed
+    seed too, which have no guarantee.
+    """
+    drawn = int(torch.randint(2**62, ()))
+    seed = drawn if reproducible else secret_seed()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerators = [] if device.type in ("cpu", "mps") else [device.index or 0]
     with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
@@ -36,3 +49,8 @@ def public_randomness(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+
+
+def secret_seed() -> int:
+    """62 bits from the operating system."""
+    return int.from_bytes(os.urandom(8), "little") >> 2

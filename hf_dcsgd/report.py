@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dcsgd import accounting
-from hf_dcsgd.ledger import LedgerRun, PrivacyLedger
+from hf_dcsgd.ledger import LedgerError, LedgerRun, PrivacyLedger
 from hf_dcsgd.plan import UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
 from hf_dcsgd.run_record import (
     RUN_FILENAME,
@@ -80,6 +80,11 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         notes.append("δ is no smaller than 1/N, as in the paper; a smaller one is better practice.")
     notes += _search_notes(Path(run_dir))
     trace = read_trace(run_dir)
+    if len(trace) > run.charged:
+        raise LedgerError(
+            f"{PrivacyLedger.FILENAME} holds {run.charged} charges, but {len(trace)} steps were released: lines of "
+            "the ledger are missing, and what was spent is unknown"
+        )
     return {
         "format": 1,
         "guarantee": _guarantee(plan, run.charged),
@@ -113,6 +118,22 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "epsilon_over_steps": _epsilon_over_steps(plan, run.charged),
         "notes": notes,
     }
+
+
+def spent_in_words(report: Mapping[str, Any]) -> str:
+    """One line for a terminal: what the run spent, and with it all runs in its directory."""
+    if not report["guarantee"]["holds"]:
+        return str(report["guarantee"]["sentence"])
+    budget, earlier = report["budget"], report["earlier_runs"]
+    line = f"spent: ε = {budget['epsilon']:.4g} at δ = {budget['delta']:.3g}"
+    if not earlier:
+        return line
+    if earlier["composed_epsilon"] is None:
+        return f"{line}; an earlier run in this directory has no guarantee"
+    return (
+        f"{line}; together with the earlier runs in this directory, if they used the same data: "
+        f"ε = {earlier['composed_epsilon']:.4g} at δ = {earlier['composed_delta']:.3g}"
+    )
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.trainer_utils import HPSearchBackend, TrainOutput
 from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.forward_writes import refuse_forward_writes
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
@@ -38,7 +40,7 @@ from hf_dcsgd.processes import (
     require_agreement,
 )
 from hf_dcsgd.publishing import PublishingTrainer
-from hf_dcsgd.randomness import public_randomness
+from hf_dcsgd.randomness import private_randomness
 from hf_dcsgd.run_start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.search_cost import SearchCost, search_cost
@@ -91,6 +93,7 @@ class DCSGDTrainer(PublishingTrainer):
         self.clipper: GhostClipper | None = None
         self.search_cost: SearchCost | None = None
         self._trials: list[tuple[str, DPMechanism]] = []
+        self._clipped_sums: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         self._refuse_incompatible()
         if not self.is_world_process_zero():
@@ -122,6 +125,21 @@ class DCSGDTrainer(PublishingTrainer):
         refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
         if self.train_dataset is not None:
             map_style_length(self.train_dataset)
+        self._refuse_training_data(self.eval_dataset)
+
+    def _refuse_training_data(self, eval_dataset: Any) -> None:
+        """Not even by mistake: metrics are published as they are."""
+        several = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
+        if self.train_dataset is not None and any(dataset is self.train_dataset for dataset in several):
+            raise ValueError(
+                "eval_dataset is the training data, whose metrics would be logged without noise; pass other data. "
+                "predict() logs nothing, for a look of your own"
+            )
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As transformers does; the training data are refused."""
+        self._refuse_training_data(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         self._require_private_args()
@@ -176,13 +194,18 @@ class DCSGDTrainer(PublishingTrainer):
     ) -> tuple[list[Batch], None]:
         """The micro-batches of one logical batch; their items are not counted, since no loss is divided by them."""
         self._forget_unfinished_batch()
-        with public_randomness(self.args.device):
+        with self._private_randomness():
             return list(islice(epoch_iterator, num_batches)), None
+
+    def _private_randomness(self) -> AbstractContextManager[None]:
+        seed = None if self.plan is None else self.plan.unsafe_noise_seed
+        return private_randomness(self.args.device, reproducible=seed is not None)
 
     def _forget_unfinished_batch(self) -> None:
         """A callback may end an epoch within a logical batch, whose records could be drawn again for the next one."""
         if self.mechanism is not None:
             self.mechanism.discard()
+        self._clipped_sums = {}
         self.model.zero_grad()
 
     # -- the start of a run ------------------------------------------------------------------------------------------
@@ -263,7 +286,7 @@ class DCSGDTrainer(PublishingTrainer):
             optimizer_mode()
         shown_loss = torch.zeros((), device=self.args.device)
         # Transformers refuses an empty batch, which here is a draw like any other.
-        with public_randomness(self.args.device):
+        with self._private_randomness():
             for piece in cut(self._prepare_inputs(inputs) if inputs else {}, self.args.per_device_train_batch_size):
                 loss_sum = self._clip_and_accumulate(piece)
                 if RAW_TRAIN_LOSS in self.plan.opt_outs:
@@ -275,27 +298,40 @@ class DCSGDTrainer(PublishingTrainer):
         return shown_loss
 
     def _clip_and_accumulate(self, inputs: Batch) -> Tensor:
-        """param.grad += Σ fᵢ·gᵢ over these examples; returns the (private) sum of their losses."""
+        """Adds Σ fᵢ·gᵢ over these examples to the sums; returns the (private) sum of their losses."""
         assert self.clipper is not None
         assert self.mechanism is not None
         with self.compute_loss_context_manager(), self.clipper:
-            losses, _ = self._losses(inputs)
+            with refuse_forward_writes(self.model):
+                losses, _ = self._losses(inputs)
             norms = self.clipper.norms(losses)
+            # A gradient that the forward or a loss of the user's left there was not clipped.
+            self.model.zero_grad()
             self.clipper.accumulate(self.mechanism.clip_factors(norms, losses.detach()))
+        self._take_sums()
         return losses.detach().sum()
 
+    def _take_sums(self) -> None:
+        """Moves the clipped sums out of `param.grad`, where callbacks would find them before the noise."""
+        assert self.clipper is not None
+        for name, parameter in self.clipper.parameters.items():
+            assert parameter.grad is not None
+            so_far = self._clipped_sums.get(name)
+            self._clipped_sums[name] = parameter.grad if so_far is None else so_far.add_(parameter.grad)
+            parameter.grad = None
+
     def _release(self) -> float | None:
-        """Replaces the clipped sums in `param.grad` by their noised mean; returns the noised loss, if there is one."""
+        """Writes the noised mean of the clipped sums into `param.grad`; returns the noised loss, if there is one."""
         assert self.mechanism is not None
         assert self.clipper is not None
-        parameters = list(self.clipper.parameters.values())
+        parameters = self.clipper.parameters
         clipped_sum = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().float() for p in parameters]
+            [self._clipped_sums.get(name, torch.zeros_like(p)).flatten().float() for name, p in parameters.items()]
         )
+        self._clipped_sums = {}
         release = self.mechanism.release(clipped_sum)
-        for parameter, part in zip(
-            parameters, release.noisy_gradient.split([p.numel() for p in parameters]), strict=True
-        ):
+        parts = release.noisy_gradient.split([p.numel() for p in parameters.values()])
+        for parameter, part in zip(parameters.values(), parts, strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype)
         return release.noisy_loss
 
@@ -336,11 +372,14 @@ class DCSGDTrainer(PublishingTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """For evaluation only. Where transformers knows no loss, the mean of the per-example losses."""
-        if self.per_example_loss_func is None and isinstance(self.accelerator.unwrap_model(model), PreTrainedModel):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if self.per_example_loss_func is None and hasattr(self.accelerator.unwrap_model(model), "get_base_model"):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        """For evaluation only. Where transformers knows no loss, the mean of the per-example losses.
+
+        The number of items is not passed on: with it, transformers multiplies the loss by the number of processes.
+        """
+        bare = self.accelerator.unwrap_model(model)
+        knows_a_loss = isinstance(bare, PreTrainedModel) or hasattr(bare, "get_base_model")
+        if self.per_example_loss_func is None and knows_a_loss:
+            return super().compute_loss(model, inputs, return_outputs)
         losses, outputs = self._losses(inputs)
         loss = losses.mean()
         if not isinstance(outputs, Mapping):

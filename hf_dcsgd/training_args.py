@@ -6,6 +6,7 @@ The `help` of each field is the only text about it: command line, documentation 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import numbers
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from hf_dcsgd.accounting import ACCOUNTANTS, planned_steps
-from hf_dcsgd.plan import RAW_TRAIN_LOSS, PrivacyPlan
+from hf_dcsgd.plan import RAW_TRAIN_LOSS, STRATEGY_OPTIONS, PrivacyPlan
 from hf_dcsgd.processes import refuse_sharding_environment
 from hf_dcsgd.thresholds import STRATEGIES
 from hf_dcsgd.validation import require_count
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_EPSILON = 8.0
 TRAIN_LOSS_MODES = ("off", "private", "raw")
@@ -199,6 +202,7 @@ class DCSGDTrainingArguments(TrainingArguments):
             "auto_clip_gamma",
         ):
             _require_positive(name, getattr(self, name))
+        self._warn_of_unused_options()
         if self.histogram_bins < 2:
             raise ValueError(f"expected histogram_bins >= 2, got {self.histogram_bins}")
         if self.histogram_bins > MOST_BINS:
@@ -212,6 +216,19 @@ class DCSGDTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if used and value is not None and value <= self.noise_multiplier:
                 raise ValueError(f"expected {name} > noise_multiplier, got {value:g} and {self.noise_multiplier:g}")
+
+    def _warn_of_unused_options(self) -> None:
+        """Options of another strategy are no error, so that one argument changes the strategy; but they do nothing."""
+        defaults = {option.name: option.default for option in dataclasses.fields(DCSGDTrainingArguments)}
+        used = {**STRATEGY_OPTIONS, "dc_sgd": ("histogram_noise_multiplier",)}
+        of_this = {*used[self.clipping], *(used["dc_sgd"] if self.clipping.startswith("dc_sgd") else ())}
+        unused = sorted(
+            f"{name}={getattr(self, name)}"
+            for name in {name for names in used.values() for name in names} - of_this - {"clip_threshold"}
+            if getattr(self, name) != defaults[name]
+        )
+        if unused:
+            logger.warning("clipping=%s does not use %s", self.clipping, ", ".join(unused))
 
     def _check_optimization(self) -> None:
         """What would turn the weights into NaN after the budget is spent, or fail inside the optimizer."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import transformers as hf
 from architectures import ARCHITECTURES, ENCODER, randomised
-from ghost_checks import check_exact, run, squared_output
+from ghost_checks import check_exact
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -174,16 +172,6 @@ def test_dora(n):
     clipper = check_exact(model, *ARCHITECTURES["lora_bert"].batch(model, n=n), per_example_losses)
     assert {rule for path, rule in clipper.rules().items() if "magnitude" in path} == {"fallback"}
     assert not any("classifier" in name for name in clipper.slow_parameters)
-
-
-def test_slow_parameters_are_named_in_one_warning(caplog):
-    model = randomised(SLOW["functional"][0])
-    clipper = GhostClipper(model)
-    with caplog.at_level(logging.WARNING):
-        run(clipper, inputs(), losses=squared_output)
-        run(clipper, inputs(), losses=squared_output)
-    (record,) = caplog.records
-    assert "inner.bias, inner.weight" in record.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from ghost_checks import run, squared_output
 from torch import nn
 
@@ -81,9 +82,70 @@ def test_an_instance_norm_without_running_statistics_is_fine():
     GhostClipper(nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.Linear(4, 3)))
 
 
-def test_a_frozen_embedding_may_have_a_max_norm():
+def test_a_frozen_embedding_may_not_have_a_max_norm_either():
+    """Its rows are rewritten where they are looked up: what is saved would list the tokens of the private texts."""
     model = nn.Sequential(nn.Embedding(5, 4, max_norm=1.0), nn.Linear(4, 3))
     model[0].requires_grad_(False)
+    with pytest.raises(UnsupportedModelError, match=r"0 \(Embedding\): max_norm=1"):
+        GhostClipper(model)
+
+
+SMALL = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LENGTHS = {"intermediate_size": 16, "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0}
+COUPLED = {
+    "dynamic": lambda: hf.LlamaForSequenceClassification(
+        hf.LlamaConfig(**SMALL, **LENGTHS, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    ),
+    "longrope": lambda: hf.LlamaForSequenceClassification(
+        hf.LlamaConfig(
+            **SMALL,
+            **LENGTHS,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "factor": 2.0,
+                "original_max_position_embeddings": 8,
+            },
+        )
+    ),
+    "original_full": lambda: hf.BigBirdForSequenceClassification(hf.BigBirdConfig(**SMALL, intermediate_size=16)),
+    "layerdrop=0.1": lambda: hf.OPTForSequenceClassification(
+        hf.OPTConfig(**SMALL, ffn_dim=16, word_embed_proj_dim=16, layerdrop=0.1)
+    ),
+    "encoder_layerdrop=0.05": lambda: hf.M2M100ForConditionalGeneration(
+        hf.M2M100Config(vocab_size=30, d_model=16, encoder_layers=1, decoder_layers=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("cure", COUPLED)
+def test_parts_that_look_at_the_batch_as_a_whole(cure: str):
+    with pytest.raises(UnsupportedModelError, match=cure) as caught:
+        GhostClipper(COUPLED[cure]())
+    assert str(caught.value).count(cure) <= 2  # the value and the cure, once
+
+
+def test_specaugment_is_refused_once_with_its_cure():
+    config = hf.Wav2Vec2Config(
+        **SMALL, intermediate_size=16, layerdrop=0.0, conv_dim=(8,), conv_stride=(5,), conv_kernel=(10,),
+        num_feat_extract_layers=1, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match="apply_spec_augment=False") as caught:
+        GhostClipper(hf.Wav2Vec2ForSequenceClassification(config))
+    assert str(caught.value).count("SpecAugment") == 1
+    config.apply_spec_augment = False
+    GhostClipper(hf.Wav2Vec2ForSequenceClassification(config))
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_would_see_gradients_before_the_noise(register: str):
+    model = nn.Linear(4, 3)
+    hook = getattr(model.weight, register)(lambda gradient: None)
+    with pytest.raises(UnsupportedModelError, match=r"weight: a hook of its own"):
+        GhostClipper(model)
+    hook.remove()
     GhostClipper(model)
 
 

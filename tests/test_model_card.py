@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -328,8 +329,32 @@ def test_there_is_no_card_without_a_run(tmp_path: Path):
 
 def test_usage_of_an_adapter_names_its_base():
     text = model_card.usage(tiny_bert(), "someone/lora", "bert-base-uncased", adapter=True)
-    assert 'BertForSequenceClassification.from_pretrained("bert-base-uncased")' in text
+    assert 'BertForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=3)' in text
+    assert "AutoTokenizer" not in text
     assert 'PeftModel.from_pretrained(base, "someone/lora")' in text
+
+
+def test_code_that_makes_the_model_again_runs(tmp_path: Path):
+    base = tiny_bert()
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    adapted = peft.get_peft_model(base, config)
+    code = model_card.model_code(base, str(tmp_path / "base"), adapted.peft_config["default"])
+    made: dict[str, Any] = {}
+    exec(code, made)
+    assert {n: p.shape for n, p in made["model"].named_parameters()} == {
+        n: p.shape for n, p in adapted.named_parameters()
+    }
+    adapted.save_pretrained(tmp_path / "adapter")
+    exec(model_card.usage(base, str(tmp_path / "adapter"), str(tmp_path / "base"), adapter=True), made)
+    assert made["model"].peft_config["default"].r == 2
+
+
+def test_a_folder_on_this_machine_is_no_base_model_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_card._is_repo_id("tiny")
+    (tmp_path / "tiny").mkdir()
+    assert not model_card._is_repo_id("tiny")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

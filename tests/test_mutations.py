@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.mechanism import DPMechanism
 from hf_dcsgd.noise import NoiseSource
 from hf_dcsgd.plan import PrivacyPlan
+from hf_dcsgd.randomness import private_randomness
 from hf_dcsgd.sampling import PoissonBatchSampler
 from hf_dcsgd.thresholds import dc_sgd
 from hf_dcsgd.trainer import DCSGDTrainer
@@ -57,8 +59,8 @@ def clipping_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
         norm = torch.cat([g.flatten() for g in grads]).norm()
         self.mechanism.clip_factors(torch.zeros(len(losses)))
         for parameter, grad in zip(parameters, grads, strict=True):
-            clipped = grad * min(1.0, self.mechanism.threshold.sensitivity / norm.item())
-            parameter.grad = clipped if parameter.grad is None else parameter.grad + clipped
+            parameter.grad = grad * min(1.0, self.mechanism.threshold.sensitivity / norm.item())
+        self._take_sums()
         return losses.detach().sum()
 
     patch.setattr(DCSGDTrainer, "_clip_and_accumulate", clip_and_accumulate)
@@ -88,6 +90,7 @@ def dividing_by_the_realised_batch_size(patch: pytest.MonkeyPatch) -> None:
     def rescaled(self: DPMechanism, queries: Any) -> Any:
         parts = release(self, queries)
         parts["gradient"] *= self.plan.expected_batch_size / max(1, getattr(self, "realised", 0))
+        self.realised = 0
         return parts
 
     patch.setattr(DPMechanism, "clip_factors", count)
@@ -157,6 +160,11 @@ def nan_example_not_zeroed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GhostClipper, "norms", blind)
 
 
+def dropout_from_the_global_seed(patch: pytest.MonkeyPatch) -> None:
+    follow = partial(private_randomness, reproducible=True)
+    patch.setattr(DCSGDTrainer, "_private_randomness", lambda self: follow(self.args.device))
+
+
 def half_precision_norms(patch: pytest.MonkeyPatch) -> None:
     norms_of = GhostClipper.norms
     patch.setattr(GhostClipper, "norms", lambda self, losses: norms_of(self, losses).half().float())
@@ -168,7 +176,8 @@ MUTATIONS = (
     Mutation("σ used for σ_T", 0, "accounted σ", sigma_for_sigma_t),
     Mutation("clipping per micro-batch", 0, "clipped sum", clipping_per_micro_batch),
     Mutation("noise per micro-batch", 0, "number of noise draws", noise_per_micro_batch),
-    Mutation("noise from the global seed", 1, "public seed", noise_from_the_global_seed),
+    Mutation("noise from the global seed", 1, "noise repeats under the public seed", noise_from_the_global_seed),
+    Mutation("dropout from the global seed", 1, "dropout repeats under the public seed", dropout_from_the_global_seed),
     Mutation("dividing by the realised batch size", 0, "clipped sum", dividing_by_the_realised_batch_size),
     Mutation("histogram of sensitivity 2", 0, "side value", histogram_counts_twice),
     Mutation("histogram unnoised", 1, "side value noise", histogram_unnoised),

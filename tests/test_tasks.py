@@ -138,7 +138,7 @@ def test_the_loss_falls_and_the_books_are_right(tmp_path: Path, task: Task) -> N
             unsafe_noise_seed=1,
         ),
         train_dataset=rows,
-        eval_dataset=rows,
+        eval_dataset=list(rows),
         processing_class=None if is_image else tokenizer,
         data_collator=collate_images if is_image else task.collator(tokenizer, model),
     )

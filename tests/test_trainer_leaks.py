@@ -82,7 +82,7 @@ class Watched(DCSGDTrainer):
         self.note("clip fraction", (norms > threshold).float().mean())
         factors = self.mechanism.threshold.clip_factors(norms)
         self.note("mean clip factor", factors.mean())
-        clipped = [p.grad.clone() for p in self.clipper.parameters.values()]
+        clipped = [self._clipped_sums[name].clone() for name in self.clipper.parameters]
         self.note("norm of the clipped sum", torch.cat([g.flatten() for g in clipped]).norm())
         self.note("norm of the clipped mean", torch.cat([g.flatten() for g in clipped]).norm() / BATCH)
         self.single_values += losses.tolist() + norms.tolist()
@@ -168,7 +168,9 @@ def all_files(directory: Path) -> list[Path]:
 
 def everything_said(trainer: Watched, directory: Path, listener: Listener, returned: Any) -> dict[str, str]:
     said = {str(path.relative_to(directory)): "\n".join(texts_of(path)) for path in all_files(directory)}
-    return said | {"callbacks": listener.heard.getvalue(), "returned": json.dumps(returned, default=str)}
+    said |= {"callbacks": listener.heard.getvalue(), "returned": json.dumps(returned, default=str)}
+    # Names of temporary folders are numbered, and may hold any number.
+    return {place: text.replace(str(directory), "").replace(str(directory.parent), "") for place, text in said.items()}
 
 
 def significant_digits(number: str) -> int:
@@ -402,8 +404,8 @@ def test_dropout_still_differs_from_step_to_step(tmp_path: Path) -> None:
     trainer = feature_trainer(tmp_path, model=model, num_train_epochs=3)
     force_draws(trainer, lambda: np.arange(16))
     trainer.train()
-    assert len(masks) == 12
-    assert len(set(map(tuple, masks))) > 6
+    assert len(masks) >= 12
+    assert len(set(map(tuple, masks[-12:]))) > 6
 
 
 @pytest.mark.usefixtures("no_report_page")

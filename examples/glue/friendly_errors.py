@@ -37,7 +37,7 @@ def exit_with_one_line(run: Callable[[], object]) -> int:
     try:
         run()
     except KeyboardInterrupt:
-        print("interrupted; after the first checkpoint, --resume_from_checkpoint last goes on", file=sys.stderr)
+        print("interrupted; if a checkpoint was saved, --resume_from_checkpoint last goes on from it", file=sys.stderr)
         return INTERRUPTED
     except UserError as error:
         return _say(error)

@@ -146,9 +146,9 @@ class GlueArgumentParser(HfArgumentParser):
         raise UserError(f"{message} (--help lists all options)")
 
     def parse(self, argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, DCSGDTrainingArguments]:
-        """From the command line, or from one JSON or YAML file that stands alone on it."""
-        if len(argv) == 1 and re.search(r"\.(json|ya?ml)$", argv[0]):
-            argv = _as_command_line(Path(argv[0]))
+        """From the command line. A JSON or YAML file may come first on it; options that follow have the last word."""
+        if argv and re.search(r"\.(json|ya?ml)$", argv[0]):
+            argv = [*_as_command_line(Path(argv[0])), *argv[1:]]
         try:
             model, data, training, unknown = self.parse_args_into_dataclasses(
                 args=list(argv), look_for_args_file=False, return_remaining_strings=True

@@ -199,7 +199,7 @@ def _find_labels(
         return (), ()
     unique = source.unique(columns.label)
     if None in unique or "" in unique:
-        raise UserError(f"column {columns.label!r} is empty in some rows; take them out, or give --labels")
+        raise UserError(f"column {columns.label!r} is empty in some rows of the training data; take them out")
     found = tuple(sorted(unique))
     if len(found) < 2:
         raise UserError(f"column {columns.label!r} holds only the label {found[0]!r}: there is nothing to learn")
@@ -221,11 +221,13 @@ def tokenized(data: GlueData, split: str, tokenizer: Any, args: DataTrainingArgu
         rows = rows.rename_column(label, "unmapped_label")
 
     def prepare(batch: dict[str, list[Any]]) -> dict[str, Any]:
-        texts = [[str(text) for text in batch[name]] for name in data.columns.texts]
+        texts = [["" if text is None else str(text) for text in batch[name]] for name in data.columns.texts]
         padding = "max_length" if args.pad_to_max_length else False
         encoded = dict(tokenizer(*texts, padding=padding, max_length=limit, truncation=True))
         if has_labels:
-            encoded["label"] = [_label_id(value, ids, label, split) for value in batch["unmapped_label"]]
+            encoded["label"] = [
+                _label_id(value, ids, data.label_names, label, split) for value in batch["unmapped_label"]
+            ]
         return encoded
 
     return rows.map(
@@ -254,7 +256,7 @@ def _unlabelled(rows: Dataset, label: str) -> bool:
     return all(value in (None, "", -1, "-1") for value in rows.unique(label))
 
 
-def _label_id(value: Any, ids: dict[Any, int], label: str, split: str) -> float:
+def _label_id(value: Any, ids: dict[Any, int], names: Sequence[str], label: str, split: str) -> float:
     if not ids:
         try:
             return float(value)
@@ -265,6 +267,5 @@ def _label_id(value: Any, ids: dict[Any, int], label: str, split: str) -> float:
     if str(value) in ids:
         return ids[str(value)]
     raise UserError(
-        f"column {label!r} of the {split} data holds {value!r}, which is not among the labels "
-        f"{', '.join(dict.fromkeys(map(str, ids)))}"
+        f"column {label!r} of the {split} data holds {value!r}, which is not among the labels {', '.join(names)}"
     )

@@ -123,7 +123,9 @@ def read_glue_folder(task: Task, root: Path) -> DatasetDict:
     }
     if not splits:
         wanted = ", ".join(f"{stem}.tsv" for stem in files.values())
-        raise UserError(f"--glue_dir {root} holds none of {wanted} for {task.name} (looked in {folder})")
+        raise UserError(
+            f"--glue_dir {root} holds none of {wanted} for {task.name}; expected them in {root / task.folder}"
+        )
     return DatasetDict(splits)
 
 

@@ -25,6 +25,7 @@ from datasets.utils.logging import disable_progress_bar
 from friendly_errors import UserError, exit_with_one_line, explained
 from glue_arguments import DataTrainingArguments, ModelArguments, arguments
 from glue_data import GlueData, load_glue_data, tokenized
+from huggingface_hub.errors import HTTPError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -41,6 +42,7 @@ from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.checkpoints import last_complete_checkpoint
 from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.report import spent_in_words
 
 METRICS = Path(__file__).parent / "glue_metrics"
 
@@ -57,6 +59,7 @@ def run(
     checkpoint = checkpoint_to_resume(training_args, new_run=data_args.new_run)
     with training_args.main_process_first(desc="loading the data"):
         data = load_glue_data(data_args, model_args.cache_dir)
+    require_splits(data, training_args)
     tokenizer, model = load_model(model_args, data)
     trainer = build_trainer(model, tokenizer, data, data_args, training_args)
     results: dict[str, float] = {}
@@ -82,6 +85,17 @@ def set_up(training_args: DCSGDTrainingArguments) -> None:
         training_args.dataloader_pin_memory = False  # it would only warn
     # Initialises the head and dropout. Noise and sampling do not use this seed.
     set_seed(training_args.seed)
+
+
+def require_splits(data: GlueData, args: DCSGDTrainingArguments) -> None:
+    """All data that will be wanted are there, before anything is spent."""
+    for option, wanted, what, splits in (
+        ("--do_train", args.do_train, "training", [name for name in data.splits if name == "train"]),
+        ("--do_eval", args.do_eval, "validation", data.evaluation_splits()),
+        ("--do_predict", args.do_predict, "test", data.test_splits()),
+    ):
+        if wanted and not splits:
+            raise UserError(f"{option}: there are no {what} data (found: {', '.join(data.splits)})")
 
 
 def last_checkpoint(output_dir: Path) -> str | None:
@@ -231,21 +245,27 @@ def build_trainer(
         if isinstance(model, PreTrainedModel):
             select_trainable_layers(model, training_args.trainable_layers or DEFAULT_LAYERS)
         print("NOTHING IS PRIVATE in this run (--non_private): it is a reference only")
-    return trainer_class(
-        model=model,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        compute_metrics=metrics_of(data),
-        processing_class=tokenizer,
-        data_collator=collator,
+    with explained(_cannot_reach_hub, OSError, HTTPError):
+        return trainer_class(
+            model=model,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=metrics_of(data),
+            processing_class=tokenizer,
+            data_collator=collator,
+        )
+
+
+def _cannot_reach_hub(error: Exception) -> str:
+    return (
+        "--push_to_hub: the repository cannot be made on the Hub, and nothing was trained. Check the network "
+        f"(HF_HUB_OFFLINE must not be set), and log in by `hf auth login`. {' '.join(str(error).split())[:200]}"
     )
 
 
 def prepared(data: GlueData, split: str, tokenizer: Any, args: DataTrainingArguments, limit: int | None) -> Dataset:
     """A tokenized split, cut to `limit` rows."""
-    if split not in data.splits:
-        raise UserError(f"there are no {split} data (found: {', '.join(data.splits)})")
     if limit is not None:
         data.splits[split] = data.splits[split].select(range(min(limit, len(data.splits[split]))))
     return tokenized(data, split, tokenizer, args)
@@ -283,8 +303,6 @@ def train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
 
 def evaluate_all(trainer: Trainer, data: GlueData, args: DataTrainingArguments) -> dict[str, float]:
     """Every evaluation set: MNLI has a matched and a mismatched one (metrics named eval_mm_…)."""
-    if not data.evaluation_splits():
-        raise UserError(f"--do_eval: there are no validation data (found: {', '.join(data.splits)})")
     metrics: dict[str, float] = {}
     for split in data.evaluation_splits():
         prefix = "eval_mm" if split.endswith("mismatched") else "eval"
@@ -297,8 +315,6 @@ def evaluate_all(trainer: Trainer, data: GlueData, args: DataTrainingArguments) 
 
 def predict_all(trainer: Trainer, data: GlueData, args: DataTrainingArguments) -> dict[str, float]:
     """Writes `predictions_….tsv` in the format of GLUE's server; metrics too, where the test data have labels."""
-    if not data.test_splits():
-        raise UserError(f"--do_predict: there are no test data (found: {', '.join(data.splits)})")
     metrics: dict[str, float] = {}
     for split in data.test_splits():
         prefix = "test_mm" if split.endswith("mismatched") else "test"
@@ -331,7 +347,7 @@ def publish(trainer: Trainer, model_args: ModelArguments, data: GlueData) -> Non
     else:
         trainer.create_model_card(**facts)
     if isinstance(trainer, DCSGDTrainer) and trainer.plan is not None and trainer.is_world_process_zero():
-        print(f"spent: ε = {trainer.epsilon():.4g} at δ = {trainer.plan.delta:.3g}")
+        print(spent_in_words(trainer.privacy_report()))
 
 
 if __name__ == "__main__":

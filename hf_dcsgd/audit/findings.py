@@ -51,5 +51,9 @@ class AuditReport:
         return {"level": self.level, "subject": self.subject, "passed": self.passed, "findings": findings}
 
     def __str__(self) -> str:
-        verdict = "passed" if self.passed else "FAILED"
-        return "\n".join([f"{self.level} on {self.subject}: {verdict}", *(f"  {f}" for f in self.findings)])
+        return "\n".join([self.summary(), *(f"  {f}" for f in self.findings if f.passed)])
+
+    def summary(self) -> str:
+        """The verdict in one line; failures each on a line of their own."""
+        verdict = f"passed, {len(self.findings)} checks" if self.passed else "FAILED"
+        return "\n".join([f"{self.level} on {self.subject}: {verdict}", *(f"  {f}" for f in self.failures)])

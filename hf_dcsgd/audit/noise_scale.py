@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,8 @@ def noise_findings(trainer: DCSGDTrainer, draws: int = DRAWS) -> list[Finding]:
         steps = [_noise_of_a_step(trainer, mechanism) for _ in range(_steps_for(trainer, draws))]
         findings = _normal_findings("gradient", torch.cat(steps))
         findings += _uniqueness_findings(trainer, steps)
-        findings.append(_seed_finding(lambda: _noise_of_a_step(trainer, fresh_mechanism(trainer))))
+        findings.append(_seed_finding("noise", lambda: _noise_of_a_step(trainer, fresh_mechanism(trainer))))
+        findings.append(_seed_finding("dropout", lambda: _random_numbers_of_a_step(trainer)))
         if trainer.is_world_process_zero() and trainer.args.world_size == 1:
             findings += _side_findings(trainer, draws)
     return findings
@@ -73,15 +75,33 @@ def _uniqueness_findings(trainer: DCSGDTrainer, steps: list[Tensor]) -> list[Fin
     ]
 
 
-def _seed_finding(noise: Callable[[], Tensor]) -> Finding:
-    """Under the same public seeds, the noise must be another one."""
+def _random_numbers_of_a_step(trainer: DCSGDTrainer) -> Tensor:
+    """What a model would draw for dropout within a step."""
+    seen = []
+
+    def draw(inputs: Any) -> Tensor:
+        seen.append(torch.rand(8))
+        return torch.zeros(())
+
+    trainer.__dict__["_clip_and_accumulate"] = draw
+    try:
+        one_example = {"input": torch.zeros(1, 1)}
+        batches = [one_example for _ in range(trainer.args.gradient_accumulation_steps)]
+        logical_step(trainer, batches, fresh_mechanism(trainer))
+    finally:
+        del trainer.__dict__["_clip_and_accumulate"]
+    return seen[0]
+
+
+def _seed_finding(what: str, drawn: Callable[[], Tensor]) -> Finding:
+    """Under the same public seeds, what is drawn must be something else."""
     seen = []
     for _ in range(2):
         random.seed(42)
         np.random.seed(42)
         torch.manual_seed(42)
-        seen.append(noise())
-    return Finding("noise repeats under the public seed", float(torch.equal(*seen)), 0.0)
+        seen.append(drawn())
+    return Finding(f"{what} repeats under the public seed", float(torch.equal(*seen)), 0.0)
 
 
 def _side_findings(trainer: DCSGDTrainer, draws: int) -> list[Finding]:

@@ -53,8 +53,8 @@ def direction(size: float, axis: int = 0, dimensions: int = DIMENSIONS) -> Row:
 
 
 def opposed_background(count: int = EXPECTED_BATCH_SIZE - 1) -> list[Row]:
-    """Rows that point against a canary along the first axis, from far below the threshold to far above it."""
-    sizes = [CLIP_THRESHOLD * 10 ** (-2 + 4 * k / max(1, count - 1)) for k in range(count)]
+    """Rows that point against a canary along the first axis, from below the threshold to far above it."""
+    sizes = [CLIP_THRESHOLD * 10 ** (-0.5 + 3 * k / max(1, count - 1)) for k in range(count)]
     return [direction(-size) for size in sizes]
 
 

@@ -203,7 +203,9 @@ def _noise_findings(trainer: DCSGDTrainer, recording: Recording) -> list[Finding
     if not trainer.is_world_process_zero():
         return [Finding("noise is drawn on the main process only", float(len(recording.draws)), 0.0)]
     releases = 1 + len(plan.side_noise_multipliers)
-    findings = [Finding("number of noise draws per step", float(abs(len(recording.draws) - releases)), 0.0)]
+    findings = [
+        Finding("difference in the number of noise draws per step", float(abs(len(recording.draws) - releases)), 0.0)
+    ]
     if len(recording.draws) != releases:
         return findings
     sensitivities = [recording.sensitivity, recording.side_sensitivity, plan.loss_clip]

@@ -6,6 +6,7 @@ function that needs it, so that `--help` stays quick.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{arguments.prog}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader (`head`, say) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 class _OneLineErrorParser(argparse.ArgumentParser):

@@ -22,15 +22,18 @@ def declare(subparsers: Subparsers) -> None:
 
 def carry_out(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.ledger import LedgerError
-    from hf_dcsgd.report import build_report, write_report
+    from hf_dcsgd.report import build_report, spent_in_words, write_report
 
     try:
-        if arguments.json:
-            print(json.dumps(build_report(arguments.output_dir), indent=2, ensure_ascii=False))
-            return 0
-        path = write_report(arguments.output_dir)
+        report = build_report(arguments.output_dir)
+        path = None if arguments.json else write_report(arguments.output_dir)
     except (LedgerError, OSError) as error:
         raise ValueError(str(error)) from error
-    print(build_report(arguments.output_dir)["guarantee"]["sentence"])
+    if arguments.json:
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+        return 0
+    print(report["guarantee"]["sentence"])
+    if report["earlier_runs"]:
+        print(spent_in_words(report))
     print(path)
     return 0

@@ -24,6 +24,9 @@ from torch import Tensor
 # they cancel, and the Gram form loses digits: the squared norm is then taken again in double precision, so that an
 # example can never pass for smaller than it is.
 _CANCELLATION = 1 / 8
+# An example is taken to be no smaller than this share of its upper bound, however far its positions cancel: the
+# clipped sum adds them up in fp32 among those of all other examples, and would lose digits where they far exceed C.
+_SMALLEST_SHARE = 2.0**-12
 # Explicit gradients of large layers are formed for a few examples at a time.
 _DIRECT_CHUNK_ELEMENTS = 1 << 24
 
@@ -109,26 +112,29 @@ Contribution: TypeAlias = Factored | Dense
 
 
 def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
-    """‖Σ contributions‖² of every example, for one parameter of the given shape."""
-    if len(contributions) == 1 and isinstance(contributions[0], OneHotRows):
-        return contributions[0].squared_norms(shape[0])
+    """‖Σ contributions‖² of every example, for one parameter of the given shape.
+
+    Rounded up where its terms all but cancel, see `_SMALLEST_SHARE`.
+    """
     merged = _merge(contributions)
     factored = [c for c in merged if not isinstance(c, Dense)]
-    if len(factored) < len(merged):
+    if not factored:
         return _explicit_squared_norms(merged, shape)
     positions = sum(c.right.shape[1] for c in factored)
-    p, d = shape[0], shape[1:].numel()
-    if positions > 1 and positions * (p + d) > p * d and all(isinstance(c, Outer) for c in factored):
-        return _explicit_squared_norms(merged, shape)
-    squared = _gram_squared_norms(factored)
-    if positions == 1:
-        return squared
     bound = torch.stack([c.length_bound() for c in factored]).sum(0).square()
-    cancelled = squared < _CANCELLATION / positions * bound
-    if cancelled.any():
-        index = cancelled.nonzero().flatten()
-        squared[index] = _gram_squared_norms([c.select(index).double() for c in factored]).to(squared.dtype)
-    return squared.clamp_min(0.0)
+    p, d = shape[0], shape[1:].numel()
+    written = positions > 1 and positions * (p + d) > p * d and all(isinstance(c, Outer) for c in factored)
+    if len(merged) == 1 and isinstance(merged[0], OneHotRows):
+        squared = merged[0].squared_norms(shape[0])
+    elif len(factored) < len(merged) or written:
+        squared = _explicit_squared_norms(merged, shape)
+    else:
+        squared = _gram_squared_norms(factored)
+        cancelled = squared < _CANCELLATION / positions * bound
+        if positions > 1 and cancelled.any():
+            index = cancelled.nonzero().flatten()
+            squared[index] = _gram_squared_norms([c.select(index).double() for c in factored]).to(squared.dtype)
+    return torch.maximum(squared, _SMALLEST_SHARE**2 * bound)
 
 
 def weighted_sum(contributions: Sequence[Contribution], factors: Tensor, shape: torch.Size) -> Tensor:

@@ -75,6 +75,10 @@ class GhostClipper:
         """Module path → the rule that computes its contributions, for reports."""
         return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
 
+    def verify_again(self) -> None:
+        """The next batch is compared with autograd, whatever was compared before."""
+        self._verified.clear()
+
     def __enter__(self) -> GhostClipper:
         trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
         if trainable != {id(p) for p in self.parameters.values()}:
@@ -144,7 +148,6 @@ class GhostClipper:
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
         """The one backward pass, and what each call adds to each parameter; checked the first time."""
         n, calls = losses.shape[0], self._recorder.calls
-        slow_before = set(self.slow_parameters)
         key = (tuple(call.owner.name for call in calls), self.model.training, n > 1)
         verify = key not in self._verified
         decided = self._learn_layouts(losses) if verify and n > 1 else True
@@ -162,13 +165,6 @@ class GhostClipper:
             self.slow_parameters.update(unexplained or [])
             if unexplained is not None and decided:
                 self._verified |= {key, (*key[:2], False)}
-        new = self.slow_parameters - slow_before
-        if new:
-            logger.warning(
-                "exact but slow, one backward pass per example (no module call shows what each example adds to these "
-                "parameters; freeze them to avoid it): %s",
-                ", ".join(sorted(new)),
-            )
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
 
     def _learn_layouts(self, losses: Tensor) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 # Couplings of transformers that no gradient shows, by class name.
 _HIDDEN_COUPLINGS = {
-    "NllbMoeTop2Router": "drops tokens beyond an expert's capacity, which the whole batch shares; no setting avoids it"
+    "NllbMoeTop2Router": "drops tokens beyond a capacity that the whole batch shares; no setting avoids it",
+    "Linear8bitLt": "picks outlier columns over the whole batch; load the model in 4 bits, or in bf16",
 }
 _INSTANCE_STATISTICS = nn.modules.instancenorm._InstanceNorm
 
@@ -27,11 +30,22 @@ def refuse_unsupported(model: nn.Module) -> None:
         for name, module in model.named_modules()
         if (reason := _reason_to_refuse(module)) is not None
     ]
+    # What a configuration sets for many modules is named once.
+    settings = {
+        setting: module for module in reversed(list(model.modules())) for setting in _coupling_settings(module)
+    }
+    problems += [f"  {type(module).__name__}: {setting}" for setting, module in settings.items()]
     problems += [
         f"  {name} ({parameter.dtype}): trainable parameters must be kept in fp32, or their gradients lose the digits "
         "that clipping and noise need; call model.float() (bf16 autocast around the forward is fine) or freeze it"
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64)
+    ]
+    problems += [
+        f"  {name}: a hook of its own (register_hook; trackers of gradients set one) would see gradients before "
+        "clipping and noise; remove it"
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
     ]
     if problems:
         raise UnsupportedModelError(
@@ -54,9 +68,33 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
             "collects running statistics of the records, which no noise protects; make it with "
             "track_running_stats=False, or keep it in eval() mode"
         )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and any(p.requires_grad for p in module.parameters()):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
             return f"max_norm={module.max_norm} rewrites its weight during the forward; set max_norm=None"
-        if module.scale_grad_by_freq:
+        if module.scale_grad_by_freq and any(p.requires_grad for p in module.parameters()):
             return "scale_grad_by_freq=True scales by token counts of the whole batch; set it to False"
     return None
+
+
+def _coupling_settings(module: nn.Module) -> Iterator[str]:
+    """Settings that treat a batch as a whole: by its longest example, or by one random number for all of it."""
+    types, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    for rope_type in types.values() if isinstance(types, dict) else (types,):
+        if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+            yield (
+                f"rope_type {rope_type!r} chooses its frequencies by the longest example of the batch; load the model "
+                "with another, e.g. linear or yarn"
+            )
+    if "BigBird" in type(module).__name__ and getattr(module, "attention_type", None) == "block_sparse":
+        yield (
+            "block-sparse attention turns to full attention, for good, when a batch is short; load the model with "
+            'attention_type="original_full"'
+        )
+    # One example more moves others across the border of a micro-batch, to another random number.
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        for value in (getattr(module, name, None), getattr(config, name, None)):
+            if isinstance(value, float) and value > 0:
+                yield f"{name}={value:g} drops whole layers for a batch at once; load the model with {name}=0.0"
+    probabilities = [getattr(config, f"mask_{axis}_prob", 0) or 0 for axis in ("time", "feature")]
+    if getattr(config, "apply_spec_augment", False) and max(probabilities) > 0:
+        yield "SpecAugment draws one number for the whole batch; load the model with apply_spec_augment=False"

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..validation import require_positive
-from .base import ClippingThreshold, Released
+from .base import ClippingThreshold, Released, require_threshold
 
 
 class AutoClip(ClippingThreshold):
@@ -19,7 +18,7 @@ class AutoClip(ClippingThreshold):
 
     def __init__(self, *, gamma: float) -> None:
         super().__init__()
-        self._gamma = require_positive("auto_clip_gamma", gamma)
+        self._gamma = require_threshold("auto_clip_gamma", gamma)
 
     @property
     def sensitivity(self) -> float:

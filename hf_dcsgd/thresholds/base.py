@@ -25,8 +25,9 @@ import torch
 
 from ..validation import require, require_count, require_positive
 
-# Far enough inside fp32 that threshold × noise multiplier / batch size stays a normal number at either end.
-MIN_THRESHOLD = 1e-30
+# Below, squares of coordinates vanish in fp32 and a gradient would pass for smaller than it is; above, threshold ×
+# noise multiplier would leave it.
+MIN_THRESHOLD = 1e-12
 MAX_THRESHOLD = 1e30
 
 Released = dict[str, float | list[float]]

@@ -1,0 +1,415 @@
+"""Ways around clipping and noise: what a forward writes, what a collator mixes, what masks give away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from tiny_tasks import CLASSES, FEATURES, feature_classifier, feature_rows, feature_trainer, force_draws
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from hf_dcsgd.dataloading import require_separate_rows
+from hf_dcsgd.forward_writes import refuse_forward_writes
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
+from hf_dcsgd.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.parity import dropout_off
+
+pytestmark = pytest.mark.usefixtures("no_report_page")
+
+
+# --- what the forward writes into the model --------------------------------------------------------------------------
+
+
+class Behind(nn.Module):
+    """A classifier behind something that is frozen."""
+
+    def __init__(self, front: nn.Module) -> None:
+        super().__init__()
+        self.front = front.requires_grad_(False)
+        self.classifier = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.classifier(self.front(features))
+
+
+class RunningNorm(nn.Module):
+    """Batch normalisation that is no subclass of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("variance", torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class Largest(nn.Module):
+    """Remembers the largest value it saw, in a new tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().max())
+        return x
+
+
+class Late(nn.Module):
+    """Writes down only what is far out, which no made-up example is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().abs().max() > 100:
+            self.seen += 1
+        return x
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    "front.mean, front.variance": RunningNorm,
+    "front.largest": Largest,
+    "front.weight_u": lambda: nn.utils.spectral_norm(nn.Linear(FEATURES, FEATURES)),
+    r"front.parametrizations.weight.0._u": lambda: nn.utils.parametrizations.spectral_norm(
+        nn.Linear(FEATURES, FEATURES)
+    ),
+}
+
+
+@pytest.mark.parametrize("named", WRITERS)
+def test_a_frozen_part_that_keeps_something_of_the_batch_is_refused_before_training(
+    named: str, tmp_path: Path
+) -> None:
+    trainer = feature_trainer(tmp_path, Behind(WRITERS[named]()), trainable_layers="as_is")
+    with pytest.raises(UnsupportedModelError, match=f"writes into the model itself: .*{named}"):
+        trainer.train()
+    assert not (tmp_path / PrivacyLedger.FILENAME).exists()
+
+
+def test_what_only_some_examples_write_is_refused_where_it_happens_and_not_released(tmp_path: Path) -> None:
+    rows = feature_rows()
+    rows[7]["features"] = rows[7]["features"] + 1e3
+    trainer = feature_trainer(tmp_path, Behind(Late()), rows=rows, trainable_layers="as_is")
+    draws = iter([[0, 1], [7, 8], [2]])
+    force_draws(trainer, lambda: next(draws))
+    with pytest.raises(UnsupportedModelError, match=r"front\.seen"):
+        trainer.train()
+    assert PrivacyLedger.read(tmp_path).charged == 1
+
+
+def test_transformers_models_with_running_statistics_are_found() -> None:
+    config = hf.IBertConfig(
+        vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model = hf.IBertForSequenceClassification(config).train()
+    with pytest.raises(UnsupportedModelError, match=r"x_max.* more"), refuse_forward_writes(model):
+        model(input_ids=torch.full((2, 5), 7))
+
+
+def test_a_model_that_writes_nothing_passes() -> None:
+    model = feature_classifier(dropout=0.5).train()
+    with refuse_forward_writes(model):
+        model(torch.randn(3, FEATURES)).sum().backward()
+
+
+def test_coupling_in_the_train_mode_of_a_frozen_part_is_found(tmp_path: Path) -> None:
+    class Centring(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    trainer = feature_trainer(tmp_path, Behind(Centring()), trainable_layers="as_is")
+    with pytest.raises(BatchCouplingError, match="within a batch than alone"):
+        trainer.train()
+
+
+def test_dropout_is_off_inside_and_back_afterwards() -> None:
+    model = nn.ModuleList([nn.Dropout(0.3), nn.MultiheadAttention(4, 2, dropout=0.2), nn.LSTM(4, 4, 2, dropout=0.1)])
+    with dropout_off(model):
+        assert [model[0].p, model[1].dropout, model[2].dropout] == [0.0, 0.0, 0.0]
+    assert [model[0].p, model[1].dropout, model[2].dropout] == [0.3, 0.2, 0.1]
+
+
+# --- gradients that nobody clipped -----------------------------------------------------------------------------------
+
+
+class PouringIn(nn.Module):
+    """Calls backward() itself, in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        if self.training:
+            (1e3 * self.classifier(features).sum()).backward()
+        return self.classifier(features)
+
+
+def test_a_gradient_that_the_forward_leaves_behind_is_dropped(tmp_path: Path) -> None:
+    trainer = feature_trainer(
+        tmp_path, PouringIn(), clipping="fixed", clip_threshold=0.1, noise_multiplier=1e-6, max_steps=1
+    )
+    released = []
+    release = trainer._release
+
+    def watched() -> Any:
+        result = release()
+        released.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters()]))
+        return result
+
+    trainer._release = watched
+    force_draws(trainer, lambda: list(range(10)))
+    trainer.train()
+    assert released[0].norm() <= 0.1 * 10 / trainer.plan.expected_batch_size * 1.01
+
+
+def test_between_micro_batches_there_is_no_gradient_to_look_at(tmp_path: Path) -> None:
+    seen = []
+
+    class Spy(hf.TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen.extend(parameter.grad for parameter in model.parameters())
+
+    trainer = feature_trainer(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=8)
+    trainer.add_callback(Spy())
+    trainer.train()
+    assert seen
+    assert all(gradient is None for gradient in seen)
+
+
+# --- positions that cancel -------------------------------------------------------------------------------------------
+
+
+class Difference(nn.Module):
+    """Uses the difference of two positions: where they are alike, the gradient is nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x)
+        return (z[:, 0] - z[:, 1]).sum(1)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e8, 1e10])
+@pytest.mark.parametrize("positions", [2, 40])
+def test_an_example_whose_positions_cancel_does_not_blur_the_others(size: float, positions: int) -> None:
+    torch.manual_seed(0)
+    model = Difference()
+    clipper = GhostClipper(model)
+    rows = torch.randn(12, positions, 16)
+    canary = (size * torch.randn(16)).expand(1, positions, 16)
+
+    def clipped_sum(batch: Tensor) -> Tensor:
+        model.zero_grad()
+        with clipper:
+            norms = clipper.norms(model(batch))
+            clipper.accumulate((1 / norms).clamp(max=1.0))
+        return model.layer.weight.grad.clone()
+
+    assert (clipped_sum(torch.cat([rows, canary])) - clipped_sum(rows)).norm() <= 1 + 1e-3
+
+
+# --- collators -------------------------------------------------------------------------------------------------------
+
+
+def mixup(rows: list[Any]) -> dict[str, Tensor]:
+    batch = default_collate(rows)
+    return {**batch, "features": 0.7 * batch["features"] + 0.3 * batch["features"].roll(1, 0)}
+
+
+def random_mixup(rows: list[Any]) -> dict[str, Tensor]:
+    batch = default_collate(rows)
+    share = np.random.beta(1.0, 1.0)
+    mixed = share * batch["features"] + (1 - share) * batch["features"][torch.randperm(len(rows))]
+    return {**batch, "features": mixed.float()}
+
+
+def centred(rows: list[Any]) -> dict[str, Tensor]:
+    batch = default_collate(rows)
+    return {**batch, "features": batch["features"] - batch["features"].mean(0)}
+
+
+def augmented(rows: list[Any]) -> dict[str, Tensor]:
+    return default_collate([{**row, "features": row["features"] + random.random()} for row in rows])
+
+
+@pytest.mark.parametrize("collate", [mixup, centred])
+def test_collators_that_mix_rows_are_refused(collate: Any, tmp_path: Path) -> None:
+    trainer = feature_trainer(tmp_path, trainer_options={"data_collator": collate})
+    with pytest.raises(BatchCouplingError, match="mixes rows: 'features'"):
+        trainer.train()
+    assert not (tmp_path / PrivacyLedger.FILENAME).exists()
+
+
+def test_a_mixture_at_random_is_seen_whenever_it_happens() -> None:
+    found = 0
+    rows = feature_rows()
+    for seed in range(3):
+        try:
+            require_separate_rows(
+                lambda batch, seed=seed: (torch.manual_seed(seed), random_mixup(batch))[1], *rows[:2]
+            )
+        except BatchCouplingError:
+            found += 1
+    assert found >= 1
+
+
+def test_collators_that_augment_each_row_are_fine(tmp_path: Path) -> None:
+    trainer = feature_trainer(tmp_path, trainer_options={"data_collator": augmented})
+    trainer.train()
+    assert PrivacyLedger.read(tmp_path).charged == 4
+
+
+# --- order within the batch ------------------------------------------------------------------------------------------
+
+
+class Sorting(nn.Module):
+    """Sorts its examples, longest first, and puts them back at the end, as code for packed sequences does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 8)
+        self.classifier = nn.Linear(8, CLASSES)
+
+    def forward(self, features: Tensor, length: Tensor) -> Tensor:
+        order = length.argsort(descending=True, stable=True)
+        return self.classifier(torch.tanh(self.layer(features[order]))[order.argsort()])
+
+
+def test_models_that_sort_their_examples_are_refused(tmp_path: Path) -> None:
+    rows = [{**row, "length": torch.tensor(5 + k % 3)} for k, row in enumerate(feature_rows())]
+    trainer = feature_trainer(tmp_path, Sorting(), rows=rows, trainer_options={"eval_dataset": None})
+    with pytest.raises(BatchCouplingError, match="another order"):
+        trainer.train()
+
+
+# --- what is written and said ----------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Each example goes to one expert, which is run on its examples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.classifier = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, features: Tensor) -> Tensor:
+        route, out = features[:, 0].round().long().clamp(0, 3), torch.zeros_like(features)
+        for k, expert in enumerate(self.experts):
+            chosen = (route == k).nonzero().flatten()
+            if len(chosen):
+                out = out.index_add(0, chosen, expert(features[chosen]))
+        return self.classifier(out)
+
+
+def test_which_parameters_turn_out_slow_on_private_batches_is_told_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports, logs = [], []
+    for route in (0.0, 3.0):
+        rows = feature_rows()
+        for row in rows:
+            row["features"][0] = 0.0
+        rows[40]["features"][0] = route
+        caplog.clear()
+        trainer = feature_trainer(
+            tmp_path / str(route), Experts(), rows=rows, trainer_options={"eval_dataset": None}, clipping="fixed"
+        )
+        force_draws(trainer, lambda: [1, 2, 40])
+        trainer.train()
+        reports.append(trainer.privacy_report()["model"])
+        logs.append(caplog.messages)
+    assert trainer.clipper.slow_parameters
+    assert reports[0] == reports[1]
+    assert logs[0] == logs[1]
+
+
+def test_parameters_that_are_slow_from_the_start_are_named_in_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(FEATURES, CLASSES)
+
+        def forward(self, features: Tensor) -> Tensor:
+            return nn.functional.linear(features, self.inner.weight, self.inner.bias)
+
+    trainer = feature_trainer(tmp_path, Functional())
+    trainer.train()
+    (message,) = [message for message in caplog.messages if "slow" in message]
+    assert "inner.bias, inner.weight" in message
+    assert trainer.privacy_report()["model"]["slow_parameters"] == ["inner.bias", "inner.weight"]
+
+
+def test_the_training_data_are_no_evaluation_data(tmp_path: Path) -> None:
+    rows = feature_rows()
+    for given in (rows, {"train": rows, "other": feature_rows(seed=1)}):
+        with pytest.raises(ValueError, match="eval_dataset is the training data"):
+            feature_trainer(tmp_path, rows=rows, trainer_options={"eval_dataset": given})
+    trainer = feature_trainer(tmp_path, rows=rows)
+    with pytest.raises(ValueError, match="eval_dataset is the training data"):
+        trainer.evaluate(rows)
+    assert len(trainer.predict(rows).predictions) == len(rows)
+
+
+def test_a_ledger_with_fewer_charges_than_releases_gives_no_report(tmp_path: Path) -> None:
+    trainer = feature_trainer(tmp_path)
+    trainer.train()
+    path = tmp_path / PrivacyLedger.FILENAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]))
+    with pytest.raises(LedgerError, match="2 charges, but 4 steps were released"):
+        trainer.privacy_report()
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_differs_between_runs_with_one_public_seed(tmp_path: Path) -> None:
+    masks = []
+    for _ in range(2):
+        model = feature_classifier(dropout=0.5)
+        trainer = feature_trainer(tmp_path / str(len(masks)), model, seed=1, max_steps=1)
+        kept: list[Tensor] = []
+        force_draws(trainer, lambda: [0, 1, 2, 3])
+        model.dropout.register_forward_hook(
+            lambda module, inputs, output, kept=kept: kept.append(output != 0) if len(output) == 4 else None
+        )
+        trainer.train()
+        masks.append(kept[-1])
+    assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collators_that_draw_differ_between_runs_with_one_public_seed(workers: int, tmp_path: Path) -> None:
+    seen = []
+    for k in range(2):
+        trainer = feature_trainer(
+            tmp_path / str(k),
+            trainer_options={"data_collator": augmented},
+            seed=1,
+            dataloader_num_workers=workers,
+            max_steps=1,
+        )
+        force_draws(trainer, lambda: [0, 1])
+        step = trainer.training_step
+        trainer.training_step = lambda model, inputs, n=None, step=step: (
+            seen.append(inputs["features"]),
+            step(model, inputs, n),
+        )[1]
+        trainer.train()
+    assert not torch.equal(*seen)
