@@ -61,6 +61,13 @@ def test_two_processes_with_the_default_strategy() -> None:
     assert_passed([audit_processes("dc_sgd_e")])
 
 
+def test_a_report_in_one_line_names_what_fails() -> None:
+    report = AuditReport("L0", "a trainer", [Finding("this", 1.0, 2.0), Finding("that", 3.0, 2.0)])
+    assert report.summary().splitlines() == ["L0 on a trainer: FAILED", "  FAIL that: 3 (allowed 2)"]
+    assert AuditReport("L0", "a trainer", [Finding("this", 1.0, 2.0)]).summary() == "L0 on a trainer: passed, 1 checks"
+    assert "ok   this" in str(report)
+
+
 def test_a_trainer_of_ones_own(tmp_path) -> None:
     trainer = probe_trainer(str(tmp_path), "dc_sgd_p")
     before = (trainer.plan, trainer.mechanism, trainer.clipper)

@@ -234,3 +234,11 @@ def test_nothing_of_the_libraries_reaches_the_screen_and_nothing_heavy_is_loaded
     )
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "grad_noise_multiplier" in finished.stdout
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m hf_dcsgd.cli calibrate --epsilon 2 --dataset-size 1000 --batch-size 10 --epochs 1"
+    shell = f"set -o pipefail; {command} --json | head -c 0"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr

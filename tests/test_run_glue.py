@@ -368,8 +368,10 @@ def test_interrupted_run_is_offered_and_resumed(
     # Three charged before, of which one was lost with the interruption: one is left.
     assert PrivacyLedger.read(out).charged == 4
 
+    capsys.readouterr()
     assert call(**options, new_run=True) == 0
     assert len(PrivacyLedger.read(out).runs) == 2
+    assert "together with the earlier runs in this directory" in capsys.readouterr().out
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------
@@ -405,6 +407,26 @@ def test_file_and_command_line_mean_the_same(suffix: str, tmp_path: Path) -> Non
         assert one == two
 
 
+def test_options_after_a_file_have_the_last_word(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    _, data, training = glue_arguments.arguments([str(path), "--target_epsilon", "2", "--task_name", "rte"])
+    assert (training.target_epsilon, data.task_name) == (2.0, "rte")
+    assert training.learning_rate == 1e-3
+
+
+def test_empty_cells_are_empty_texts(tmp_path: Path, tiny_bert: str) -> None:
+    rows = "".join(f"{'' if k == 3 else 'word'},{'yes' if k % 2 else 'no'}\n" for k in range(8))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    _, data_args, _ = glue_arguments.arguments(
+        ["--model_name_or_path", tiny_bert, "--train_file", str(tmp_path / "rows.csv"), "--output_dir", str(tmp_path)]
+    )
+    data = glue_data.load_glue_data(data_args, str(tmp_path / "cache"))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
+    tokens = glue_data.tokenized(data, "train", tokenizer, data_args)["input_ids"]
+    assert tokens[3] == tokenizer("")["input_ids"]
+
+
 def test_help_has_a_text_for_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         run_glue.main(["--help"])
@@ -434,7 +456,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_file": None, "task_name": "rte", "glue_dir": "nowhere"}, ("--glue_dir nowhere", "not a folder"),
     ),
     "glue folder of another task": (
-        {"train_file": None, "task_name": "rte", "glue_dir": "EMPTY"}, ("holds none of train.tsv",),
+        {"train_file": None, "task_name": "rte", "glue_dir": "EMPTY"}, ("holds none of train.tsv", "empty/RTE"),
     ),
     "missing column": ({"text_column": "txet"}, ("--text_column 'txet'", "columns: text, label")),
     "pair without text": ({"text_pair_column": "text"}, ("needs --text_column",)),
@@ -454,6 +476,14 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "nothing to do": ({"do_train": None}, ("--do_train, --do_eval or --do_predict",)),
     "no validation data": ({"do_train": None, "do_eval": True}, ("no validation data",)),
     "no test data": ({"do_train": None, "do_predict": True}, ("no test data",)),
+    "no validation data, told before training": ({"do_eval": True}, ("--do_eval", "no validation data")),
+    "no test data, told before training": ({"do_predict": True}, ("--do_predict", "no test data")),
+    "epsilon too small for the histogram": (
+        {"target_epsilon": 0.01, "target_delta": 1e-5}, ("target_epsilon = 0.01 needs noise_multiplier", "histogram_noise_multiplier"),
+    ),
+    "no hub to push to": (
+        {"push_to_hub": True, "hub_model_id": "me/x"}, ("--push_to_hub", "nothing was trained", "hf auth login"),
+    ),
     "no source": ({"train_file": None}, ("--task_name", "--train_file")),
     "labels that do not occur": ({"labels": "maybe,never"}, ("'label'", "maybe, never")),
     "another number of labels": ({"labels": "no,yes,maybe"}, ("--ignore_mismatched_sizes",)),

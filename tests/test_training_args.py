@@ -146,6 +146,23 @@ def test_contradictions_are_refused_with_names_and_values(tmp_path: Path, change
         DCSGDTrainingArguments(str(tmp_path), use_cpu=True, **changes)
 
 
+def test_options_of_other_strategies_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    DCSGDTrainingArguments(str(tmp_path), use_cpu=True, percentile=0.7, du_decay=0.3, histogram_bins=10)
+    assert caplog.messages == ["clipping=dc_sgd_e does not use du_decay=0.3, percentile=0.7"]
+    caplog.clear()
+    DCSGDTrainingArguments(str(tmp_path), use_cpu=True, clipping="fixed", histogram_noise_multiplier=7.0)
+    assert caplog.messages == ["clipping=fixed does not use histogram_noise_multiplier=7.0"]
+    caplog.clear()
+    DCSGDTrainingArguments(str(tmp_path), use_cpu=True, clipping="dc_sgd_p", percentile=0.7, clip_threshold=2.0)
+    assert not caplog.messages
+
+
+def test_a_target_that_leaves_nothing_for_the_gradient_is_named(tmp_path: Path) -> None:
+    args = private_args(tmp_path, target_epsilon=0.01)
+    with pytest.raises(ValueError, match=r"target_epsilon = 0\.01 needs noise_multiplier = .*Raise target_epsilon"):
+        args.privacy_plan(dataset_size=1000, num_parameters=10)
+
+
 def test_side_releases_that_together_leave_nothing_for_the_gradient(tmp_path: Path) -> None:
     args = private_args(
         tmp_path,
