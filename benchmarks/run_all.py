@@ -8,6 +8,7 @@ from pathlib import Path
 
 COMMANDS = (
     ["step_cost.py", "--size", "mini"],
+    ["step_cost.py", "--size", "mini", "--layers", "last:6"],
     ["step_cost.py", "--size", "base", "--rounds", "5"],
     ["collectives.py"],
 )

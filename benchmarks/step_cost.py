@@ -1,10 +1,12 @@
 """What one private step costs: against plain training, Opacus' two ways, and between our own strategies.
 
 One logical batch of random tokens on a BERT whose last encoder layer, pooler and classifier are trained (the paper's
-setting). Everything that a step does is timed: forward, backward, clipping, noise, threshold, optimizer.
+setting), or whatever `--layers` says. Everything that a step does is timed: forward, backward, clipping, noise,
+threshold, optimizer.
 
     python benchmarks/step_cost.py --size mini      # 6 layers × 384, as MiniLM
     python benchmarks/step_cost.py --size base      # 12 layers × 768, as bert-base
+    python benchmarks/step_cost.py --layers last:6  # all but the embeddings, on which Opacus' ghost clipping fails
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,7 +27,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import select_trainable_layers
+from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 from hf_dcsgd.mechanism import DPMechanism
 
 SIZES = {
@@ -33,10 +36,10 @@ SIZES = {
 }
 
 
-def make_model(size: str) -> BertForSequenceClassification:
+def make_model(size: str, layers: str) -> BertForSequenceClassification:
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**SIZES[size]))
-    select_trainable_layers(model, "last_encoder_pooler_classifier")
+    select_trainable_layers(model, layers)
     return model.train()
 
 
@@ -67,6 +70,7 @@ def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, fo
     args = DCSGDTrainingArguments(
         folder,
         clipping=clipping,
+        trainable_layers="as_is",
         noise_multiplier=0.5,
         per_device_train_batch_size=size,
         max_steps=10**6,
@@ -125,11 +129,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="examples per step (default: 32)")
     parser.add_argument("--length", type=int, default=128, help="tokens per example (default: 128)")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
+    parser.add_argument(
+        "--layers", default=DEFAULT_LAYERS, help=f"what is trained, as trainable_layers (default: {DEFAULT_LAYERS})"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
-    model, batch = make_model(options.size), make_batch(options.batch, options.length)
+    model, batch = make_model(options.size, options.layers), make_batch(options.batch, options.length)
+    layers = "" if options.layers == DEFAULT_LAYERS else re.sub(r"\W+", "_", f"_{options.layers}")
+    name = f"{options.size}{layers}"
     setting = vars(options) | {"torch threads": torch.get_num_threads()}
     with tempfile.TemporaryDirectory() as folder:
         peers = {
@@ -138,13 +147,13 @@ def main() -> None:
             "Opacus ghost clipping": opacus_step(copy.deepcopy(model), batch, ghost=True),
             "Opacus per-example gradients": opacus_step(copy.deepcopy(model), batch, ghost=False),
         }
-        show("One step", alternate(peers, options.rounds), setting, f"step_cost_{options.size}.json")
+        show("One step", alternate(peers, options.rounds), setting, f"step_cost_{name}.json")
         strategies = {
-            name: our_step(copy.deepcopy(model), batch, name, folder)
-            for name in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
+            clipping: our_step(copy.deepcopy(model), batch, clipping, folder)
+            for clipping in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
         }
         table = alternate(strategies, 2 * options.rounds)
-        show("One step by strategy", table, setting, f"strategy_cost_{options.size}.json")
+        show("One step by strategy", table, setting, f"strategy_cost_{name}.json")
 
 
 if __name__ == "__main__":
