@@ -479,7 +479,8 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no validation data, told before training": ({"do_eval": True}, ("--do_eval", "no validation data")),
     "no test data, told before training": ({"do_predict": True}, ("--do_predict", "no test data")),
     "epsilon too small for the histogram": (
-        {"target_epsilon": 0.01, "target_delta": 1e-5}, ("target_epsilon = 0.01 needs noise_multiplier", "histogram_noise_multiplier"),
+        {"target_epsilon": 0.01, "target_delta": 1e-5},
+        ("target_epsilon = 0.01 needs noise_multiplier", "histogram_noise_multiplier"),
     ),
     "no hub to push to": (
         {"push_to_hub": True, "hub_model_id": "me/x"}, ("--push_to_hub", "nothing was trained", "hf auth login"),
