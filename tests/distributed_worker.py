@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_tasks import pad, private_args, text_rows, tiny_bert
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback
@@ -424,11 +425,21 @@ def whole_job(directory: Path) -> dict[str, Any]:
         "history": trainer.state.log_history,
         "best": trainer.state.best_model_checkpoint,
         "evaluation": trainer.evaluate(),
+        "losses_of_a_bert": losses_of_a_bert(directory),
         "predictions": torch.as_tensor(predictions),
         "epsilon": trainer.epsilon(),
         "printed": printed.getvalue(),
         "warnings": warnings.getvalue(),
     }
+
+
+def losses_of_a_bert(directory: Path) -> tuple[float, float]:
+    """What evaluation over all ranks says, and the loss of the model on all rows."""
+    model, rows = tiny_bert(), text_rows(16)
+    trainer = DCSGDTrainer(model, private_args(directory / "bert"), eval_dataset=rows, data_collator=pad)
+    found = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        return found, float(model(**pad(rows)).loss)
 
 
 def collectives(directory: Path) -> dict[str, Any]:

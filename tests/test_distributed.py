@@ -283,6 +283,8 @@ def test_a_whole_job_evaluates_saves_and_loads_the_same_best_model(pair: Path) -
     best = min(entry["eval_loss"] for entry in main["history"] if "eval_loss" in entry)
     assert main["evaluation"]["eval_loss"] == pytest.approx(best, rel=1e-6)
     assert main["epsilon"] == pytest.approx(20.0, rel=1e-3)
+    evaluated, true = main["losses_of_a_bert"]
+    assert evaluated == pytest.approx(true, rel=1e-4)  # transformers alone would multiply it by the number of ranks
     state = torch.load(pair / "whole_job" / "final" / "training_args.bin", weights_only=False)
     assert state.unsafe_noise_seed is None
 
