@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_dcsgd.dataloading import Batch, EmptyAware, batch_length, cut, require_separate_rows
 from hf_dcsgd.forward_writes import refuse_forward_writes
+from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.losses import require_separable_losses, unwrapped_model
 from hf_dcsgd.padding import batch_size_of, padded_and_bare, require_padding_invariance
 from hf_dcsgd.parity import check_independence, check_order, check_parity, dropout_off, synthetic_like
@@ -54,14 +55,16 @@ def check_before_training(trainer: Any) -> None:
         collated = trainer._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
         require_separate_rows(collate, rows[0], rows[1 % len(rows)])
     special = tuple(getattr(trainer.processing_class, "all_special_ids", None) or ())
-    batch = synthetic_like(trainer.model, collated, special)
+    batch, clipper = synthetic_like(trainer.model, collated, special), trainer.clipper
     trainer.model.eval()
     try:
         with trainer.compute_loss_context_manager(), trainer._private_randomness():
             with torch.no_grad():
                 if not trainer._losses(batch)[0].isfinite().all():
-                    batch = collated  # a model that cannot make anything of made-up examples
-            check_parity(trainer.clipper, lambda: trainer._losses(batch)[0], tolerance)
+                    # A model that cannot make anything of made-up examples. What the trainer's clipper finds out is
+                    # written down, so that another one looks at real ones.
+                    batch, clipper = collated, GhostClipper(trainer.model)
+            check_parity(clipper, lambda: trainer._losses(batch)[0], tolerance)
             _check_padding(trainer, tolerance)
             _check_order(trainer, tolerance)
             if trainer.per_example_loss_func is not None:
@@ -70,7 +73,7 @@ def check_before_training(trainer: Any) -> None:
                     outputs = trainer._forward(model_inputs)
                 require_separable_losses(trainer.per_example_loss_func, outputs, labels, batch_length(batch))
             _check_independence(trainer, batch, tolerance)
-            _check_train_mode(trainer, batch, tolerance)
+            _check_train_mode(trainer, clipper, batch, tolerance)
     finally:
         trainer._train_mode()
         trainer.clipper.verify_again()  # on real examples, too
@@ -82,13 +85,13 @@ def check_before_training(trainer: Any) -> None:
         )
 
 
-def _check_train_mode(trainer: Any, batch: Batch, tolerance: float) -> None:
+def _check_train_mode(trainer: Any, clipper: GhostClipper, batch: Batch, tolerance: float) -> None:
     """As training will run it: nothing may be written into the model; examples are independent, dropout aside."""
     trainer._train_mode()
-    with trainer.clipper:
+    with clipper:
         with refuse_forward_writes(trainer.model):
             losses = trainer._losses(batch)[0]
-        trainer.clipper.norms(losses)
+        clipper.norms(losses)
     with dropout_off(trainer.model):
         if torch.equal(trainer._losses(batch)[0], trainer._losses(batch)[0]):
             _check_independence(trainer, batch, tolerance)
@@ -124,7 +127,10 @@ def _check_order(trainer: Any, tolerance: float) -> None:
     if not _has_rows_only(batch):
         return
     reversed_batch = {name: value.flip(0) if _is_rows(value) else value for name, value in batch.items()}
-    norms, again, reversed_norms = (_norms(trainer, inputs) for inputs in (batch, batch, reversed_batch))
+    clipper = GhostClipper(trainer.model)  # not the trainer's, which must not learn from real examples yet
+    # It finds out where examples are in two of the same, whose order does not matter.
+    _norms(trainer, clipper, trainer._prepare_inputs(collate([by_size[0], by_size[0]])))
+    norms, again, reversed_norms = (_norms(trainer, clipper, inputs) for inputs in (batch, batch, reversed_batch))
     if norms.isfinite().all() and torch.equal(norms, again):
         check_order(norms, reversed_norms, tolerance)
 
@@ -138,9 +144,9 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _norms(trainer: Any, batch: Batch) -> Tensor:
-    with trainer.clipper:
-        return trainer.clipper.norms(trainer._losses(batch)[0])
+def _norms(trainer: Any, clipper: GhostClipper, batch: Batch) -> Tensor:
+    with clipper:
+        return clipper.norms(trainer._losses(batch)[0])
 
 
 def _some_rows(rows: Any) -> list[Any]:
