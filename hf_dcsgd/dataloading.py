@@ -22,6 +22,8 @@ from hf_dcsgd.sampling import PoissonBatchSampler
 
 Batch = dict[str, Any]
 
+_EXCHANGES = 8  # of two rows, which half of all permutations leave in place
+
 
 class _RowLists(Dataset):
     """Hands out lists of rows, also empty ones, which datasets and collators do not expect."""
@@ -95,39 +97,36 @@ def require_rows(batch: Any, count: int) -> Batch:
     return batch  # type: ignore[return-value]
 
 
-def require_separate_rows(collate: Callable[[list[Any]], Batch], row: Any, other: Any) -> None:
+def require_separate_rows(collate: Callable[[list[Any]], Batch], row: Any, other: Any, third: Any) -> None:
     """Refuses a collator whose numbers for one row follow another row too: MixUp, or centring over the batch.
 
-    Call it with the global random states to spare. Rows that are no mappings of numbers are not looked at.
+    The other row is exchanged for a third under the same random numbers, several times, since a mixture may be drawn.
+    Nothing is said about entries that differ when nothing was exchanged. Takes the global random states as its own.
     """
-    if not isinstance(other, Mapping):
-        return
-    changed = {name: _changed_numbers(value) for name, value in other.items()}
-    batches = []
-    for second in (other, changed):
-        random.seed(0)
-        np.random.seed(0)
-        torch.default_generator.manual_seed(0)
-        batches.append(collate([copy.copy(row), copy.copy(second)]))
-    for name, value in batches[0].items():
-        again = batches[1].get(name)
-        if not (isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0):
-            continue
-        if not isinstance(again, Tensor) or value[0].shape != again[0].shape:
-            continue
-        if not torch.allclose(value[0], again[0], rtol=0, atol=0, equal_nan=True):
-            raise BatchCouplingError(
-                f"the data collator mixes rows: {name!r} of one row changes when another row does, so one example "
-                "moves the gradients of others and clipping bounds nothing"
-            )
+
+    def entries(second: Any, seed: int) -> dict[str, Tensor]:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        batch = collate([copy.deepcopy(row), copy.deepcopy(second)])
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() > 0}
+        return {name: value[0].clone() for name, value in tensors.items() if value.is_floating_point()}
+
+    for seed in range(_EXCHANGES):
+        before, again, exchanged = entries(other, seed), entries(other, seed), entries(third, seed)
+        for name, value in before.items():
+            if _alike(value, again.get(name)) and not _alike(value, exchanged.get(name, value)):
+                raise BatchCouplingError(
+                    f"the data collator mixes rows: {name!r} of one row changes when another row does, so one example "
+                    "moves the gradients of others and clipping bounds nothing"
+                )
 
 
-def _changed_numbers(value: Any) -> Any:
-    if isinstance(value, Tensor | np.ndarray):
-        return -value - 1 if torch.as_tensor(value).is_floating_point() else value
-    if isinstance(value, list):
-        return [_changed_numbers(item) for item in value]
-    return -value - 1 if isinstance(value, float) else value
+def _alike(value: Tensor, other: Tensor | None) -> bool:
+    """Equal numbers; a row that is padded to another length is compared by its padding (`padding.py`)."""
+    if other is None or value.shape != other.shape:
+        return other is not None
+    return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
 
 
 def batch_length(batch: Batch) -> int:

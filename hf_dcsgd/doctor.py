@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import find_adapter_config_file
 
+from hf_dcsgd.forward_writes import refuse_forward_writes
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
 from hf_dcsgd.losses import loss_kind, per_example_losses, split_labels
@@ -120,6 +121,8 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     check_parity(clipper, lambda: _losses(model, batch), _PARITY_TOLERANCE)
     found["parity"] = {"agrees": True, "tolerance": _PARITY_TOLERANCE, "examples": 2, "shape": _shape(batch)}
     train_mode(model)
+    with refuse_forward_writes(model):
+        _losses(model, batch)
     measured = min(_MEASURED_EXAMPLES, batch_size)
     larger = synthetic_batch(model, found["loss"], measured, length)
     found["step"] = measure_step(

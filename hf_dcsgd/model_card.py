@@ -64,6 +64,7 @@ _TRAINING_ARGUMENTS = (
 )
 _ALWAYS_SHOWN = ("per_device_train_batch_size", "learning_rate", "clipping")
 _WITHHELD = ("unsafe_noise_seed",)
+_MADE_BY_PEFT = ("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
 _NO_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
@@ -258,9 +259,14 @@ def model_code(base: Any, base_model: str | None, adapter: Any = None) -> str:
         return ""
     lines = [f"from transformers import {type(base).__name__}", "", f"model = {_loaded(base, base_model)}"]
     if adapter is not None:
-        names = ("task_type", "r", "lora_alpha", "lora_dropout", "target_modules")
-        given = {name: getattr(adapter, name, None) for name in names}
-        shown = ", ".join(f"{name}={_argument(value)}" for name, value in given.items() if value not in (None, 0.0))
+        defaults = type(adapter)()
+        given = {
+            option.name: getattr(adapter, option.name)
+            for option in dataclasses.fields(adapter)
+            if option.init and option.name not in _MADE_BY_PEFT
+        }
+        changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+        shown = ", ".join(f"{name}={_argument(value)}" for name, value in changed.items())
         kind = type(adapter).__name__
         lines.insert(0, f"from peft import {kind}, get_peft_model")
         lines.append(f"model = get_peft_model(model, {kind}({shown}))")

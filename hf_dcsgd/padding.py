@@ -28,7 +28,7 @@ def padded_and_bare(
     """
 
     def collated(chosen: Sequence[Any]) -> Batch:
-        return collate([copy.copy(row) for row in chosen])  # collators may write into rows
+        return collate([copy.deepcopy(row) for row in chosen])  # collators may write into rows
 
     together = collated(rows)
     index = _most_padded(together, len(rows))

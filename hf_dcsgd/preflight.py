@@ -53,7 +53,7 @@ def check_before_training(trainer: Any) -> None:
     tolerance = 5e-2 if trainer.args.bf16 else 1e-3
     with trainer._private_randomness():
         collated = trainer._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
-        require_separate_rows(collate, rows[0], rows[1 % len(rows)])
+        require_separate_rows(collate, *(rows[len(rows) * k // 3] for k in range(3)))
     special = tuple(getattr(trainer.processing_class, "all_special_ids", None) or ())
     batch, clipper = synthetic_like(trainer.model, collated, special), trainer.clipper
     trainer.model.eval()
@@ -122,14 +122,19 @@ def _check_padding(trainer: Any, tolerance: float) -> None:
 def _check_order(trainer: Any, tolerance: float) -> None:
     """Norms of the shortest and the longest of some rows, in either order; left out where the forward is random."""
     rows, collate = _rows_and_collator(trainer)
-    by_size = sorted(_some_rows(rows), key=lambda row: batch_size_of(collate([copy.copy(row)])))
-    batch = trainer._prepare_inputs(collate([by_size[0], by_size[-1]]))
+
+    def collated(*chosen: Any) -> Batch:
+        copies = [copy.deepcopy(row) for row in chosen]  # collators may write into rows
+        return trainer._prepare_inputs(collate(copies))
+
+    by_size = sorted(_some_rows(rows), key=lambda row: batch_size_of(collated(row)))
+    batch = collated(by_size[0], by_size[-1])
     if not _has_rows_only(batch):
         return
-    reversed_batch = {name: value.flip(0) if _is_rows(value) else value for name, value in batch.items()}
+    reversed_batch = {name: _reversed(value) for name, value in batch.items()}
     clipper = GhostClipper(trainer.model)  # not the trainer's, which must not learn from real examples yet
     # It finds out where examples are in two of the same, whose order does not matter.
-    _norms(trainer, clipper, trainer._prepare_inputs(collate([by_size[0], by_size[0]])))
+    _norms(trainer, clipper, collated(by_size[0], by_size[0]))
     norms, again, reversed_norms = (_norms(trainer, clipper, inputs) for inputs in (batch, batch, reversed_batch))
     if norms.isfinite().all() and torch.equal(norms, again):
         check_order(norms, reversed_norms, tolerance)
@@ -140,8 +145,11 @@ def _rows_and_collator(trainer: Any) -> tuple[Any, EmptyAware]:
     return rows, EmptyAware(collate)
 
 
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _reversed(value: Any) -> Any:
+    """Two rows in the other order; a number for the whole batch as it is."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return value.flip(0)
+    return value[::-1] if isinstance(value, list) and len(value) == 2 else value
 
 
 def _norms(trainer: Any, clipper: GhostClipper, batch: Batch) -> Tensor:

@@ -37,18 +37,21 @@ def private_randomness(device: torch.device, *, reproducible: bool = False) -> I
     seed = drawn if reproducible else secret_seed()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerators = [] if device.type in ("cpu", "mps") else [device.index or 0]
+    mps_state = torch.mps.get_rng_state() if device.type == "mps" else None
     with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         # Not torch.manual_seed: it looks for every kind of accelerator each time, which outlasts a small step.
         torch.default_generator.manual_seed(seed)
-        if accelerators:
+        if device.type != "cpu":
             getattr(torch, device.type).manual_seed(seed)
         try:
             yield
         finally:
             random.setstate(python_state)
             np.random.set_state(numpy_state)
+            if mps_state is not None:
+                torch.mps.set_rng_state(mps_state)
 
 
 def secret_seed() -> int:

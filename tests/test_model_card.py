@@ -337,7 +337,9 @@ def test_usage_of_an_adapter_names_its_base():
 def test_code_that_makes_the_model_again_runs(tmp_path: Path):
     base = tiny_bert()
     base.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"])
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"], use_dora=True, bias="lora_only"
+    )
     adapted = peft.get_peft_model(base, config)
     code = model_card.model_code(base, str(tmp_path / "base"), adapted.peft_config["default"])
     made: dict[str, Any] = {}

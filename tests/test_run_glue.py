@@ -482,6 +482,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"target_epsilon": 0.01, "target_delta": 1e-5},
         ("target_epsilon = 0.01 needs noise_multiplier", "histogram_noise_multiplier"),
     ),
+    "output below a file": ({"output_dir": "FILE/out"}, ("--output_dir", "FILE/out", "cannot be written")),
     "no hub to push to": (
         {"push_to_hub": True, "hub_model_id": "me/x"}, ("--push_to_hub", "nothing was trained", "hf auth login"),
     ),
@@ -497,7 +498,9 @@ def test_errors_are_one_friendly_line(
 ) -> None:
     options, fragments = ERRORS[case]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "FILE").write_text("")
     options = {name: tmp_path / "empty" if value == "EMPTY" else value for name, value in options.items()}
+    options = {name: tmp_path / value if value == "FILE/out" else value for name, value in options.items()}
     defaults = {
         "model_name_or_path": tiny_bert, "train_file": messages, "do_train": True, "output_dir": tmp_path / "out",
         "cache_dir": tmp_path / "cache",

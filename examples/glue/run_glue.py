@@ -245,7 +245,11 @@ def build_trainer(
         if isinstance(model, PreTrainedModel):
             select_trainable_layers(model, training_args.trainable_layers or DEFAULT_LAYERS)
         print("NOTHING IS PRIVATE in this run (--non_private): it is a reference only")
-    with explained(_cannot_reach_hub, OSError, HTTPError):
+    unwritable = explained(
+        lambda error: f"--output_dir {training_args.output_dir} cannot be written to: {error}",
+        *(NotADirectoryError, PermissionError, FileExistsError),
+    )
+    with unwritable, explained(_cannot_reach_hub, ConnectionError, HTTPError):
         return trainer_class(
             model=model,
             args=training_args,

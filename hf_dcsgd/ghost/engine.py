@@ -86,7 +86,8 @@ class GhostClipper:
                 "requires_grad changed after GhostClipper(model) was made: select the trainable layers first, then "
                 "make the clipper"
             )
-        refuse_unsupported(self.model)  # again: model.train() turns a frozen BatchNorm back to batch statistics
+        # Again: model.train() turns a frozen BatchNorm back to batch statistics.
+        refuse_unsupported(self.model, settings_too=False)
         self._recorder.install()
         return self
 

@@ -24,17 +24,17 @@ class BatchCouplingError(RuntimeError):
     """An example's loss depends on other examples of its batch, so no clipping bounds one record's influence."""
 
 
-def refuse_unsupported(model: nn.Module) -> None:
+def refuse_unsupported(model: nn.Module, *, settings_too: bool = True) -> None:
+    """UnsupportedModelError with every problem and its cure. Settings do not change: one look at them is enough."""
     problems = [
         f"  {name or '(the model itself)'} ({type(module).__name__}): {reason}"
         for name, module in model.named_modules()
         if (reason := _reason_to_refuse(module)) is not None
     ]
-    # What a configuration sets for many modules is named once.
-    settings = {
-        setting: module for module in reversed(list(model.modules())) for setting in _coupling_settings(module)
-    }
-    problems += [f"  {type(module).__name__}: {setting}" for setting, module in settings.items()]
+    if settings_too:
+        # What a configuration sets for many modules is named once.
+        by_setting = {s: module for module in reversed(list(model.modules())) for s in _coupling_settings(module)}
+        problems += [f"  {type(module).__name__}: {setting}" for setting, module in by_setting.items()]
     problems += [
         f"  {name} ({parameter.dtype}): trainable parameters must be kept in fp32, or their gradients lose the digits "
         "that clipping and noise need; call model.float() (bf16 autocast around the forward is fine) or freeze it"
