@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 
 from hf_dcsgd.audit import probe_canaries
@@ -46,7 +47,7 @@ def audit_processes(
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"the audit over {processes} processes did not end within {timeout:g} s") from error
     if ended.returncode != 0:
-        raise RuntimeError(f"the audit over {processes} processes failed:\n{ended.stderr[-2000:]}")
+        raise RuntimeError(f"the audit over {processes} processes failed:\n{ended.stderr[-6000:]}")
     found = json.loads(ended.stdout.strip().splitlines()[-1])
     findings = [
         Finding(f["name"], float(f["measured"]), float(f["allowed"]), f"rank {rank}")
@@ -82,7 +83,11 @@ def main() -> None:
     ]
     everything = gather_object([mine])
     if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(everything))
+        print(json.dumps(everything), flush=True)
+    if torch.distributed.is_initialized():
+        # Nobody leaves while another still listens: gloo would abort it.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
