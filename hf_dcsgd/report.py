@@ -125,14 +125,14 @@ def spent_in_words(report: Mapping[str, Any]) -> str:
     if not report["guarantee"]["holds"]:
         return str(report["guarantee"]["sentence"])
     budget, earlier = report["budget"], report["earlier_runs"]
-    line = f"spent: ε = {budget['epsilon']:.4g} at δ = {budget['delta']:.3g}"
+    line = f"spent: ε = {rounded_up(budget['epsilon'])} at δ = {rounded_up(budget['delta'])}"
     if not earlier:
         return line
     if earlier["composed_epsilon"] is None:
         return f"{line}; an earlier run in this directory has no guarantee"
     return (
         f"{line}; together with the earlier runs in this directory, if they used the same data: "
-        f"ε = {earlier['composed_epsilon']:.4g} at δ = {earlier['composed_delta']:.3g}"
+        f"ε = {rounded_up(earlier['composed_epsilon'])} at δ = {rounded_up(earlier['composed_delta'])}"
     )
 
 

@@ -220,12 +220,12 @@ class DCSGDTrainingArguments(TrainingArguments):
     def _warn_of_unused_options(self) -> None:
         """Options of another strategy are no error, so that one argument changes the strategy; but they do nothing."""
         defaults = {option.name: option.default for option in dataclasses.fields(DCSGDTrainingArguments)}
-        used = {**STRATEGY_OPTIONS, "dc_sgd": ("histogram_noise_multiplier",)}
-        of_this = {*used[self.clipping], *(used["dc_sgd"] if self.clipping.startswith("dc_sgd") else ())}
+        used = {*STRATEGY_OPTIONS[self.clipping], "clip_threshold"}
+        if "histogram_bins" in used:
+            used.add("histogram_noise_multiplier")
+        options = {"histogram_noise_multiplier", *(name for names in STRATEGY_OPTIONS.values() for name in names)}
         unused = sorted(
-            f"{name}={getattr(self, name)}"
-            for name in {name for names in used.values() for name in names} - of_this - {"clip_threshold"}
-            if getattr(self, name) != defaults[name]
+            f"{name}={getattr(self, name)}" for name in options - used if getattr(self, name) != defaults[name]
         )
         if unused:
             logger.warning("clipping=%s does not use %s", self.clipping, ", ".join(unused))
