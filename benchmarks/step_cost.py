@@ -27,8 +27,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
-from hf_dcsgd.mechanism import DPMechanism
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 
 SIZES = {
     "mini": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536},

@@ -21,17 +21,18 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
-from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
-from hf_dcsgd.checkpoints import last_complete_checkpoint, require_complete
-from hf_dcsgd.dataloading import Batch, batch_length, cut, poisson_dataloader, row_lengths
-from hf_dcsgd.forward_writes import refuse_forward_writes
+from hf_dcsgd.checks.forward_writes import refuse_forward_writes
+from hf_dcsgd.checks.preflight import check_before_training, require_kinds
+from hf_dcsgd.data.loading import Batch, batch_length, cut, poisson_dataloader, row_lengths
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
-from hf_dcsgd.losses import checked_user_losses, per_example_losses, split_labels
-from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
-from hf_dcsgd.plan import RAW_TRAIN_LOSS
-from hf_dcsgd.preflight import check_before_training, require_kinds
-from hf_dcsgd.processes import (
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS
+from hf_dcsgd.privacy.randomness import private_randomness
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.reporting.publishing import PublishingTrainer
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
+from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
+from hf_dcsgd.runs.processes import (
     public_numbers,
     quiet_replica,
     refuse_lone_processes,
@@ -39,11 +40,10 @@ from hf_dcsgd.processes import (
     refuse_split_model,
     require_agreement,
 )
-from hf_dcsgd.publishing import PublishingTrainer
-from hf_dcsgd.randomness import private_randomness
-from hf_dcsgd.run_start import public_checkpoint_numbers, require_continuation, start_mechanism
-from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
-from hf_dcsgd.search_cost import SearchCost, search_cost
+from hf_dcsgd.runs.search_cost import SearchCost, search_cost
+from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
+from hf_dcsgd.tasks.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
+from hf_dcsgd.tasks.losses import checked_user_losses, per_example_losses, split_labels
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)

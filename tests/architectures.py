@@ -2,7 +2,7 @@
 
 Everything is offline and builds in well under a second. Weights are random on purpose, also where Hugging Face would
 start from zeros or ones (biases, norm weights, LoRA's B), so that no gradient vanishes by accident of initialisation.
-`batch` returns the inputs *without* labels, and the labels apart, as `hf_dcsgd.losses.per_example_losses` wants them.
+`batch` returns the inputs *without* labels, and the labels apart, as `hf_dcsgd.tasks.losses.per_example_losses` wants them.
 Most transformers models cannot run a forward on zero examples (their reshapes cannot infer a size), though `batch` can
 make one.
 """
@@ -28,7 +28,7 @@ Labels = Tensor | dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """`task` is one of the loss kinds of `hf_dcsgd.losses`, as this table's labels ask for."""
+    """`task` is one of the loss kinds of `hf_dcsgd.tasks.losses`, as this table's labels ask for."""
 
     name: str
     task: str

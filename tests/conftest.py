@@ -35,6 +35,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture
 def no_report_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training without the page and its figures, which take longer to draw than a tiny model to train."""
-    monkeypatch.setattr("hf_dcsgd.report.try_to_write_report", lambda run_dir: None)
+    monkeypatch.setattr("hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: None)
     # Every training run starts with a full garbage collection: let it skip what is there to stay.
     gc.freeze()

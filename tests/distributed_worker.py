@@ -34,9 +34,10 @@ from transformers.trainer_utils import get_last_checkpoint
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from collectives import CollectiveCounter, FromFirstToLastStep
 
-from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, report
-from hf_dcsgd.mechanism import DPMechanism
-from hf_dcsgd.sampling import PoissonBatchSampler
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler
+from hf_dcsgd.reporting import report
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 FEATURES, CLASSES = 16, 3

@@ -19,7 +19,7 @@ from oracles import (
 from torch import Tensor, nn
 
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 
 def squared_output(model: nn.Module, output: Tensor, labels: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 Gradients = dict[str, Tensor]
 LossFunction = Callable[[nn.Module, Any, Any], Tensor]

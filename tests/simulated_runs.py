@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from tiny_tasks import BATCH, SIGMA, N, feature_classifier
 
-from hf_dcsgd.callbacks import TRACE_FILENAME
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.report import write_run_record
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.reporting.report import write_run_record
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME
 
 STEPS = 6
 

@@ -10,8 +10,8 @@ import pytest
 from absl import logging as absl_logging
 from dp_accounting import rdp
 
-from hf_dcsgd import accountants
-from hf_dcsgd.accountants import (
+from hf_dcsgd.privacy import accountants
+from hf_dcsgd.privacy.accountants import (
     RDP_ORDERS,
     calibrate_rdp,
     pld_epsilon,

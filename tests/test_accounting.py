@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import stats
 
-from hf_dcsgd import accounting
-from hf_dcsgd.accounting import (
+from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.accounting import (
     AccountedRun,
     calibrate_noise_multiplier,
     combined_noise_multiplier,

@@ -14,7 +14,7 @@ from hf_dcsgd.audit.distinguishing import Distinguisher, fit_and_judge
 from hf_dcsgd.audit.one_run import epsilon_lower_bound, judge_one_run
 from hf_dcsgd.audit.probe import probe_trainer
 from hf_dcsgd.audit.processes import audit_processes
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.clipping import STRATEGIES
 
 pytestmark = pytest.mark.proof
 

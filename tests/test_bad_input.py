@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 import hf_dcsgd
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 pytestmark = [pytest.mark.usefixtures("no_report_page"), pytest.mark.proof]
 
@@ -409,7 +409,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint in its middle."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dcsgd.report.try_to_write_report", lambda run_dir: None)
+        patch.setattr("hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: None)
         feature_trainer(folder, max_steps=4, save_strategy="steps", save_steps=2).train()
     return folder
 

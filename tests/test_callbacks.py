@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from hf_dcsgd.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
-from hf_dcsgd.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 
 
 def mechanism(steps: int = 3, clipping: str = "dc_sgd_e") -> DPMechanism:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from hf_dcsgd.accounting import epsilon_spent, grad_noise_multiplier
 from hf_dcsgd.cli import main
-from hf_dcsgd.tuning_cost import METHODS
+from hf_dcsgd.privacy.accounting import epsilon_spent, grad_noise_multiplier
+from hf_dcsgd.privacy.tuning_cost import METHODS
 
 QNLI = ["--dataset-size", "104743", "--batch-size", "256", "--epochs", "5"]
 SMALL = ["--dataset-size", "2000", "--batch-size", "200", "--steps", "20", "--delta", "1e-5"]

@@ -8,8 +8,8 @@ from tiny_tasks import private_args, text_rows
 from torch.utils.data import Dataset, default_collate
 from transformers import BatchEncoding
 
-from hf_dcsgd.dataloading import batch_length, cut, poisson_dataloader, row_lengths
-from hf_dcsgd.sampling import PoissonBatchSampler
+from hf_dcsgd.data.loading import batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 
 
 class Squares(Dataset):

@@ -23,7 +23,7 @@ from glue_fixtures import save_tiny_bert
 from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
 from scipy import stats
 
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIGS = REPOSITORY / "examples" / "glue" / "accelerate"

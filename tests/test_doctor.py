@@ -12,12 +12,12 @@ import transformers as hf
 from architectures import DECODER, ENCODER, HIDDEN
 from torch import nn
 
-from hf_dcsgd import doctor
+from hf_dcsgd.cli import diagnosis as doctor
 from hf_dcsgd.cli import main
 from hf_dcsgd.cli.doctor import TASKS as CLI_TASKS
+from hf_dcsgd.cli.step_cost import PeakMemory, measure_step
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import select_trainable_layers
-from hf_dcsgd.step_cost import PeakMemory, measure_step
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 
 IMAGES = {"image_size": 16, "patch_size": 8, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2}
 

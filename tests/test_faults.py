@@ -22,9 +22,9 @@ from torch import nn
 from transformers import TrainerCallback
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
-from hf_dcsgd.checkpoints import is_complete, last_complete_checkpoint, require_complete
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.runs.checkpoints import is_complete, last_complete_checkpoint, require_complete
 
 pytestmark = pytest.mark.proof
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import select_trainable_layers
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
+from hf_dcsgd.tasks.losses import per_example_losses
 
 
 class Perceptron(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, engine
 from hf_dcsgd.ghost.fallback import fallback_contributions, is_random
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 
 class Scale(nn.Module):

@@ -15,8 +15,8 @@ from architectures import ARCHITECTURES
 from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
 
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.layer_selection import select_trainable_layers
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
+from hf_dcsgd.tasks.losses import per_example_losses
 
 PAPER = "last_encoder_pooler_classifier"
 TOLERANCE = 1e-4

@@ -13,7 +13,7 @@ from test_ghost_models import DOCS, matching
 from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, UnsupportedModelError
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 IMAGES = {"image_size": 16, "patch_size": 8, "num_labels": 3}
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, **IMAGES}

@@ -11,7 +11,7 @@ from test_ghost_fallback import SLOW, Around, Scale, functional_use
 from torch import nn
 
 from hf_dcsgd.ghost import GhostClipper, engine
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 MODELS = {
     "rules": lambda: Around(nn.LayerNorm(4)),

@@ -15,7 +15,7 @@ from test_ghost_fallback import Scale
 from torch import nn
 
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 
 class Arranged(nn.Module):

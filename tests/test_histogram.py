@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import optimize
 
-from hf_dcsgd.histogram import NoisyHistogram, norm_histogram
+from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
 
 any_norm = st.floats(width=32, allow_nan=True, allow_infinity=True, min_value=None).map(abs)
 ranges = st.floats(1e-30, 1e30)

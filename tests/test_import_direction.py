@@ -113,7 +113,12 @@ def test_there_are_no_circles() -> None:
 
 def test_the_walk_sees_what_it_should(tmp_path: Path) -> None:
     seen = set(imported_modules(PACKAGE / "trainer.py", deferred=True))
-    assert {"hf_dcsgd.mechanism", "hf_dcsgd.ghost", "hf_dcsgd.training_args", "hf_dcsgd.randomness"} <= seen
+    assert {
+        "hf_dcsgd.privacy.mechanism",
+        "hf_dcsgd.ghost",
+        "hf_dcsgd.training_args",
+        "hf_dcsgd.privacy.randomness",
+    } <= seen
     assert "hf_dcsgd.validation" in set(imported_modules(PACKAGE / "thresholds" / "andrew.py", deferred=True))
     assert room("hf_dcsgd.ghost.engine") == "ghost"
 

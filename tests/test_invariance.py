@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny_tasks import feature_rows, feature_trainer, flat_parameters, text_rows, text_trainer
 
-from hf_dcsgd import DCSGDTrainer, dataloading
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd import DCSGDTrainer
+from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.data import loading as dataloading
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -36,7 +37,7 @@ def assert_same(found: tuple, expected: tuple) -> None:
 @pytest.fixture(scope="module")
 def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_dcsgd.report.try_to_write_report", lambda run_dir: None)
+        patch.setattr("hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: None)
         return outcome(texts(tmp_path_factory.mktemp("whole"), 32, 1))
 
 

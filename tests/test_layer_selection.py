@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from torch import nn
 
-from hf_dcsgd.layer_selection import DEFAULT_LAYERS, PRESETS, select_trainable_layers
+from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, PRESETS, select_trainable_layers
 
 # Written down by reading each model's forward: the list of blocks, and what is used after it.
 BLOCKS_AND_HEAD = {

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 
 PLAN = {"noise_multiplier": 0.75, "clipping": "dc_sgd_e", "steps": 100, "settings": {"bins": 20}}
 KILLS = 40  # in each of two ways
@@ -23,7 +23,7 @@ KILLS = 40  # in each of two ways
 # ledger is made in that many bytes at a time, with pauses, so that a kill tears lines, as a power cut may.
 CHILD = """
 import os, sys, time
-from hf_dcsgd import ledger
+from hf_dcsgd.privacy import ledger
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 directory, pieces, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "resume"
 if pieces:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_dcsgd.losses import (
+from hf_dcsgd.tasks.losses import (
     checked_user_losses,
     loss_kind,
     per_example_losses,
@@ -284,7 +284,7 @@ def test_models_without_a_known_loss_are_refused_with_the_cure(model) -> None:
 @pytest.mark.slow
 def test_every_causal_lm_we_accept_shifts_its_labels_itself() -> None:
     """Some classes called ForCausalLM compare logits and labels position by position; those must not be accepted."""
-    from hf_dcsgd.losses import _kind_from_class
+    from hf_dcsgd.tasks.losses import _kind_from_class
 
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     wrong = []

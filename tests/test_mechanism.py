@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_noise import DRAWS, assert_gaussian
 
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
-from hf_dcsgd.noise import NoiseSource
-from hf_dcsgd.thresholds import STRATEGIES, FixedThreshold, build_threshold
+from hf_dcsgd.clipping import STRATEGIES, FixedThreshold, build_threshold
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.noise import NoiseSource
 
 every_strategy = pytest.mark.parametrize("clipping", STRATEGIES)
 

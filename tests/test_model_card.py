@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard
 from simulated_runs import simulate
 from tiny_tasks import accuracy, feature_trainer, text_trainer, tiny_bert
 
-from hf_dcsgd import model_card, report
-from hf_dcsgd.model_card import CardFacts, render_card
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.reporting import model_card, report
+from hf_dcsgd.reporting.model_card import CardFacts, render_card
 
 REPORT: dict[str, Any] = {
     "format": 1,

@@ -18,13 +18,13 @@ from conftest import Count
 
 from hf_dcsgd.audit import audit_strategy
 from hf_dcsgd.audit.processes import audit_processes
+from hf_dcsgd.clipping import dc_sgd
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.mechanism import DPMechanism
-from hf_dcsgd.noise import NoiseSource
-from hf_dcsgd.plan import PrivacyPlan
-from hf_dcsgd.randomness import private_randomness
-from hf_dcsgd.sampling import PoissonBatchSampler
-from hf_dcsgd.thresholds import dc_sgd
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.noise import NoiseSource
+from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.privacy.randomness import private_randomness
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 from hf_dcsgd.trainer import DCSGDTrainer
 
 pytestmark = pytest.mark.proof
@@ -222,7 +222,7 @@ def test_the_audit_over_processes_refutes_it(
 ) -> None:
     if line is not None:
         broken = f"""
-from hf_dcsgd.mechanism import DPMechanism
+from hf_dcsgd.privacy.mechanism import DPMechanism
 noisy_totals = DPMechanism._noisy_totals
 def everywhere(self, queries):
 {line}
@@ -231,7 +231,7 @@ DPMechanism._noisy_totals = everywhere
 """
     else:
         broken = """
-from hf_dcsgd.sampling import PoissonBatchSampler
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 made = PoissonBatchSampler.__init__
 def everything(self, *args, rank=0, world_size=1, **kwargs):
     made(self, *args, **kwargs)

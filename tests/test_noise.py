@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dcsgd.noise import NoiseSource, SensitiveSum, _torch_normal
+from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum, _torch_normal
 
 DRAWS = 1_000_000
 # A correct source fails about once in ten million runs.
@@ -64,7 +64,7 @@ def test_nothing_repeats_between_tensors_and_steps(unsafe_seed):
 def test_nothing_repeats_between_sources_copies_and_runs():
     script = (
         "import torch; torch.manual_seed(42)\n"
-        "from hf_dcsgd.noise import NoiseSource, SensitiveSum\n"
+        "from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum\n"
         "print(NoiseSource().add_noise(SensitiveSum(torch.zeros(8), 1.0), 1.0).tolist())"
     )
     other_run = subprocess.run(

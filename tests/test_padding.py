@@ -10,10 +10,10 @@ from architectures import ARCHITECTURES, LENGTH, Architecture
 from tiny_tasks import pad, text_rows, text_trainer, tiny_bert
 from torch import Tensor, nn
 
+from hf_dcsgd.checks.padding import padded_and_bare, require_padding_invariance
 from hf_dcsgd.ghost import BatchCouplingError
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.losses import per_example_losses, split_labels
-from hf_dcsgd.padding import padded_and_bare, require_padding_invariance
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.tasks.losses import per_example_losses, split_labels
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 

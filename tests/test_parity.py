@@ -7,9 +7,9 @@ from architectures import ARCHITECTURES, Architecture
 from tiny_tasks import feature_classifier, tiny_bert
 from torch import Tensor, nn
 
+from hf_dcsgd.checks.parity import ParityError, check_parity, synthetic_like
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.losses import per_example_losses, split_labels
-from hf_dcsgd.parity import ParityError, check_parity, synthetic_like
+from hf_dcsgd.tasks.losses import per_example_losses, split_labels
 
 QUICK = [
     ARCHITECTURES[name] for name in ("bert", "bert_qa", "gpt2_lm_tied", "t5", "vit", "lstm", "lora_llama", "albert")

@@ -6,9 +6,9 @@ import math
 import dp_accounting
 import pytest
 
-from hf_dcsgd import accounting
-from hf_dcsgd.plan import PrivacyPlan
-from hf_dcsgd.thresholds import STRATEGIES, build_threshold
+from hf_dcsgd.clipping import STRATEGIES, build_threshold
+from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.plan import PrivacyPlan
 
 QNLI = {"dataset_size": 104743, "expected_batch_size": 256, "steps": 2045, "num_parameters": 100_000}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from matplotlib.image import imread
 
-from hf_dcsgd import plots
+from hf_dcsgd.reporting import plots
 
 
 def trace_of(steps: int, *, histogram_range=4.0, counts=None, threshold=1.0) -> list[dict]:

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from hf_dcsgd import DCSGDTrainingArguments, processes
-from hf_dcsgd.processes import (
+from hf_dcsgd import DCSGDTrainingArguments
+from hf_dcsgd.runs import processes
+from hf_dcsgd.runs.processes import (
     on_main_process,
     public_numbers,
     quiet_replica,
@@ -190,8 +191,8 @@ def test_replicas_log_errors_only() -> None:
     before = logger.level
     try:
         quiet_replica()
-        assert not logging.getLogger("hf_dcsgd.callbacks").isEnabledFor(logging.WARNING)
-        assert logging.getLogger("hf_dcsgd.callbacks").isEnabledFor(logging.ERROR)
+        assert not logging.getLogger("hf_dcsgd.runs.callbacks").isEnabledFor(logging.WARNING)
+        assert logging.getLogger("hf_dcsgd.runs.callbacks").isEnabledFor(logging.ERROR)
     finally:
         logger.setLevel(before)
 

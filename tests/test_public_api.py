@@ -10,7 +10,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import hf_dcsgd
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.clipping import STRATEGIES
 
 
 def own_fields() -> list[dataclasses.Field]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dcsgd.randomness import private_randomness
+from hf_dcsgd.privacy.randomness import private_randomness
 
 CPU = torch.device("cpu")
 

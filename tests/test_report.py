@@ -19,10 +19,10 @@ from simulated_runs import STEPS, plan_of, simulate, write_trace
 from tiny_tasks import BATCH, SIGMA, N, feature_classifier, feature_trainer
 from transformers import TrainerCallback
 
-from hf_dcsgd import report
 from hf_dcsgd.cli import main
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.reporting import report
 
 STRATEGIES_WITH_HISTOGRAM = ("dc_sgd_e", "dc_sgd_p")
 
@@ -234,9 +234,9 @@ def test_an_edited_ledger_gives_no_report(tmp_path: Path, capsys: pytest.Capture
 def test_missing_matplotlib_costs_the_page_only(tmp_path: Path, monkeypatch, caplog):
     simulate(tmp_path)
     (tmp_path / "privacy_report.html").write_text("of an earlier run")
-    monkeypatch.delitem(sys.modules, "hf_dcsgd.plots", raising=False)
-    monkeypatch.setattr("hf_dcsgd.plots", None, raising=False)
-    monkeypatch.delattr("hf_dcsgd.plots")
+    monkeypatch.delitem(sys.modules, "hf_dcsgd.reporting.plots", raising=False)
+    monkeypatch.setattr("hf_dcsgd.reporting.plots", None, raising=False)
+    monkeypatch.delattr("hf_dcsgd.reporting.plots")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report.write_report(tmp_path) == tmp_path / "privacy_report.json"
     assert "pip install 'hf-dcsgd[report]'" in caplog.text
@@ -372,7 +372,9 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     trainer = feature_trainer(tmp_path)
     trainer.train()
     (tmp_path / "privacy_run.json").unlink()
-    monkeypatch.setattr("hf_dcsgd.report.try_to_write_report", lambda run_dir: pytest.fail("written elsewhere"))
+    monkeypatch.setattr(
+        "hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: pytest.fail("written elsewhere")
+    )
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
     monkeypatch.setattr("transformers.Trainer.train", lambda self, *args, **kwargs: self._record_run(tmp_path))
     trainer.train()
@@ -385,7 +387,7 @@ def test_a_report_that_fails_does_not_fail_the_training(tmp_path: Path, monkeypa
     def broken(run_dir):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("hf_dcsgd.report.write_report", broken)
+    monkeypatch.setattr("hf_dcsgd.reporting.report.write_report", broken)
     assert feature_trainer(tmp_path).train().global_step == 4
     assert "no privacy report was written" in caplog.text
 

@@ -15,8 +15,8 @@ import pytest
 from matplotlib.image import imread
 from simulated_runs import simulate, without_fsync
 
-from hf_dcsgd.report import write_report
-from hf_dcsgd.thresholds import STRATEGIES
+from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.reporting.report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

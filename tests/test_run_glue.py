@@ -19,7 +19,7 @@ from glue_fixtures import EXAMPLES, OFFICIAL, save_tiny_bert, write_official
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 import hf_dcsgd.trainer
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 # isort: split
 import friendly_errors

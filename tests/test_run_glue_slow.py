@@ -16,7 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from glue_fixtures import EXAMPLES
 
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 # isort: split
 import demo

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from hf_dcsgd.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 
 # A correct sampler fails one of the statistical tests below about once in a million runs.
 ALPHA = 1e-7

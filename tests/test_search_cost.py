@@ -8,9 +8,9 @@ import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
 
-from hf_dcsgd.accounting import AccountedRun, composed_epsilon, epsilon_spent
-from hf_dcsgd.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.search_cost import COST_FILENAME, search_cost
+from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
+from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.runs.search_cost import COST_FILENAME, search_cost
 
 DELTA = 1e-4
 RUNS = [AccountedRun(1.0, 0.02, 100), AccountedRun(0.8, 0.01, 250), AccountedRun(2.5, 1.0, 3)]
@@ -28,7 +28,7 @@ def by_hand(accountant: dp_accounting.PrivacyAccountant, runs: list[AccountedRun
 @pytest.fixture(autouse=True)
 def coarse_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The PLD accountant on few points: quick, and good to three digits."""
-    monkeypatch.setattr("hf_dcsgd.accounting.pld_interval", lambda *run: 2e-3)
+    monkeypatch.setattr("hf_dcsgd.privacy.accounting.pld_interval", lambda *run: 2e-3)
 
 
 def test_rdp_composition() -> None:

@@ -18,10 +18,10 @@ from simulated_runs import simulate
 from tiny_tasks import feature_classifier, feature_trainer
 
 import hf_dcsgd
-from hf_dcsgd import report
-from hf_dcsgd.checkpoints import is_complete
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.model_card import CardFacts, render_card, usage
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.reporting import report
+from hf_dcsgd.reporting.model_card import CardFacts, render_card, usage
+from hf_dcsgd.runs.checkpoints import is_complete
 
 PACKAGE = Path(hf_dcsgd.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "code", "codeop"}
@@ -170,7 +170,7 @@ class Tags(HTMLParser):
 
 def test_the_page_escapes_every_string_of_the_report(tmp_path: Path) -> None:
     """Every text in the report is replaced by an attack, one at a time; the page's tags stay what they were."""
-    from hf_dcsgd.report_page import render_page
+    from hf_dcsgd.reporting.page import render_page
 
     simulate(tmp_path)
     honest, trace = report.build_report(tmp_path), report.read_trace(tmp_path)

@@ -16,10 +16,10 @@ from tiny_tasks import CLASSES, FEATURES, feature_classifier, feature_rows, feat
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hf_dcsgd.forward_writes import refuse_forward_writes
+from hf_dcsgd.checks.forward_writes import refuse_forward_writes
+from hf_dcsgd.checks.parity import dropout_off
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.parity import dropout_off
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 

@@ -15,10 +15,10 @@ from simulated_runs import without_fsync
 from tiny_tasks import feature_rows, feature_trainer
 from transformers import TrainerCallback
 
-from hf_dcsgd import report
-from hf_dcsgd.callbacks import TRACE_FILENAME
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.mechanism import DPMechanism
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.reporting import report
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME
 
 SOAK_STEPS = 5_000
 

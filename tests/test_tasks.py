@@ -15,7 +15,7 @@ from tiny_tasks import flat_parameters, private_args, quiet, text_rows, tiny_ber
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from hf_dcsgd.thresholds import (
+from hf_dcsgd.clipping import (
     STRATEGIES,
     AndrewThreshold,
     AutoClip,

@@ -32,12 +32,12 @@ from tiny_tasks import (
 from torch import nn
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.accounting import epsilon_spent
+from hf_dcsgd.checks.parity import ParityError
 from hf_dcsgd.ghost import UnsupportedModelError, registry
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.mechanism import BudgetExhausted, DPMechanism
-from hf_dcsgd.noise import NoiseSource
-from hf_dcsgd.parity import ParityError
+from hf_dcsgd.privacy.accounting import epsilon_spent
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.privacy.noise import NoiseSource
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -165,7 +165,7 @@ def test_noise_enters_once_per_logical_batch_at_the_threshold_in_use(
     tmp_path: Path, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     CountingNoise.calls = []
-    monkeypatch.setattr("hf_dcsgd.mechanism.NoiseSource", CountingNoise)
+    monkeypatch.setattr("hf_dcsgd.privacy.mechanism.NoiseSource", CountingNoise)
     trainer = feature_trainer(
         tmp_path,
         per_device_train_batch_size=BATCH // accumulation,

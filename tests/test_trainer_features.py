@@ -29,9 +29,9 @@ from tiny_tasks import (
 from torch import nn
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.accounting import AccountedRun, composed_epsilon, epsilon_spent
 from hf_dcsgd.ghost import BatchCouplingError
-from hf_dcsgd.ledger import PrivacyLedger
+from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
+from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 

@@ -35,7 +35,7 @@ from tiny_tasks import (
 )
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.mechanism import DPMechanism
+from hf_dcsgd.privacy.mechanism import DPMechanism
 
 # Logical batches of these sizes: numbers that nothing public comes near.
 N, BATCH, SIZES = 907, 200, (173, 211, 229, 157, 193, 239, 163, 217)

@@ -28,8 +28,8 @@ from tiny_tasks import (
 )
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.mechanism import BudgetExhausted
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.privacy.mechanism import BudgetExhausted
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -48,7 +48,7 @@ KILLED_WITHIN = 5  # the step whose gradient was released, but whose optimizer s
 WORKER = """
     import sys, time
     sys.path.insert(0, sys.argv[1])
-    import hf_dcsgd.report
+    import hf_dcsgd.reporting.report
     from tiny_tasks import feature_trainer
     from transformers import TrainerCallback
 

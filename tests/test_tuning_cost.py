@@ -8,10 +8,10 @@ import pytest
 from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import optimize
 
-from hf_dcsgd import tuning_cost as tuning
-from hf_dcsgd.accountants import RDP_ORDERS
-from hf_dcsgd.accounting import calibrate_noise_multiplier, epsilon_spent
-from hf_dcsgd.tuning_cost import METHODS, cheapest_method, total_epsilon, tuning_cost, tuning_costs
+from hf_dcsgd.privacy import tuning_cost as tuning
+from hf_dcsgd.privacy.accountants import RDP_ORDERS
+from hf_dcsgd.privacy.accounting import calibrate_noise_multiplier, epsilon_spent
+from hf_dcsgd.privacy.tuning_cost import METHODS, cheapest_method, total_epsilon, tuning_cost, tuning_costs
 
 N, B, T = 104743, 256, 2045
 QNLI = {"sampling_rate": B / N, "steps": T, "delta": 1 / N}

@@ -35,7 +35,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertFor
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.audit.one_run import OneRunAudit, judge_one_run
-from hf_dcsgd.losses import per_example_losses
+from hf_dcsgd.tasks.losses import per_example_losses
 
 LENGTH = 16
 LABELS = 8  # among many labels, a model that was not trained on a canary hardly finds its label by chance

@@ -39,10 +39,10 @@ from transformers import (
 )
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
-from hf_dcsgd.checkpoints import last_complete_checkpoint
-from hf_dcsgd.layer_selection import DEFAULT_LAYERS, select_trainable_layers
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.report import spent_in_words
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.reporting.report import spent_in_words
+from hf_dcsgd.runs.checkpoints import last_complete_checkpoint
+from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 
 METRICS = Path(__file__).parent / "glue_metrics"
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from hf_dcsgd.histogram import NoisyHistogram, norm_histogram
-from hf_dcsgd.noise import NoiseSource, SensitiveSum
-from hf_dcsgd.thresholds import ExpectedErrorThreshold, PercentileThreshold, expected_squared_error
+from hf_dcsgd.clipping import ExpectedErrorThreshold, PercentileThreshold, expected_squared_error
+from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
+from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 
 BINS = (10, 20, 40)
 HISTOGRAM_NOISE_MULTIPLIERS = (1.0, 5.0, 10.0)

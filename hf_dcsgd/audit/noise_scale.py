@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_dcsgd.audit.findings import Finding
 from hf_dcsgd.audit.replay import fresh_mechanism, logical_step, prepared, released_gradient, watched_side
-from hf_dcsgd.mechanism import DPMechanism
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.trainer import DCSGDTrainer
 
 DRAWS = 1_000_000

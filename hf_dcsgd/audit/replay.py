@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dcsgd.accounting import combined_noise_multiplier, epsilon_spent
 from hf_dcsgd.audit.findings import Finding
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.ledger import PrivacyLedger
-from hf_dcsgd.mechanism import DPMechanism
-from hf_dcsgd.noise import NoiseSource, SensitiveSum
+from hf_dcsgd.privacy.accounting import combined_noise_multiplier, epsilon_spent
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.trainer import DCSGDTrainer
 
 _RELATIVE_SLACK = 1e-5
@@ -66,7 +66,7 @@ def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[None]:
     saved = (trainer.clipper, trainer.mechanism, trainer.plan)
     model = trainer.model
     # An audit's steps are few and odd on purpose: advice on how to set the histogram would drown the findings.
-    advice = logging.getLogger("hf_dcsgd.thresholds.dc_sgd")
+    advice = logging.getLogger("hf_dcsgd.clipping.dc_sgd")
     level = advice.level
     advice.setLevel(logging.ERROR)
     try:

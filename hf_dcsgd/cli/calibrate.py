@@ -85,7 +85,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
 def _calibrated(
     arguments: argparse.Namespace, accountant: str, sampling_rate: float, steps: int, delta: float
 ) -> dict[str, Any]:
-    from hf_dcsgd import accounting
+    from hf_dcsgd.privacy import accounting
 
     sigma = accounting.calibrate_noise_multiplier(
         epsilon=arguments.epsilon, delta=delta, sampling_rate=sampling_rate, steps=steps, accountant=accountant

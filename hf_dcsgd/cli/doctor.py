@@ -50,7 +50,7 @@ def declare(subparsers: Subparsers) -> None:
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    from hf_dcsgd.doctor import describe, diagnose
+    from hf_dcsgd.cli.diagnosis import describe, diagnose
     from hf_dcsgd.validation import require
 
     require(arguments.batch_size >= 1, f"expected --batch-size >= 1, got {arguments.batch_size}")

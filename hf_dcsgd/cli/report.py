@@ -21,8 +21,8 @@ def declare(subparsers: Subparsers) -> None:
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    from hf_dcsgd.ledger import LedgerError
-    from hf_dcsgd.report import build_report, spent_in_words, write_report
+    from hf_dcsgd.privacy.ledger import LedgerError
+    from hf_dcsgd.reporting.report import build_report, spent_in_words, write_report
 
     try:
         report = build_report(arguments.output_dir)

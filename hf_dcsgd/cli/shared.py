@@ -49,7 +49,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 def training_figures(arguments: argparse.Namespace) -> tuple[float, int, float]:
     """(q, T, δ) from the arguments of `add_training_arguments` and `add_budget_arguments`."""
-    from hf_dcsgd.accounting import planned_steps
+    from hf_dcsgd.privacy.accounting import planned_steps
     from hf_dcsgd.validation import require, require_count, require_fraction
 
     size, batch = arguments.dataset_size, arguments.batch_size

@@ -45,7 +45,7 @@ def declare(subparsers: Subparsers) -> None:
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    from hf_dcsgd.tuning_cost import tuning_costs
+    from hf_dcsgd.privacy.tuning_cost import tuning_costs
     from hf_dcsgd.validation import require_count
 
     require_count("runs", arguments.runs)

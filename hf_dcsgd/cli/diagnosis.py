@@ -1,0 +1,265 @@
+"""`hf-dcsgd doctor`: what private training would do with a model, before any private data are touched.
+
+All inputs are made up. Nothing is downloaded beyond the model that is asked for, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from hf_dcsgd.checks.forward_writes import refuse_forward_writes
+from hf_dcsgd.checks.parity import ParityError, check_parity, synthetic_like
+from hf_dcsgd.cli.step_cost import measure_step
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
+from hf_dcsgd.reporting.model_card import task_of
+from hf_dcsgd.reporting.report import parameter_groups
+from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
+from hf_dcsgd.tasks.losses import loss_kind, per_example_losses, split_labels
+
+TASKS = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
+_ADAPTER_TASKS = {
+    "SEQ_CLS": "text-classification",
+    "TOKEN_CLS": "token-classification",
+    "QUESTION_ANS": "question-answering",
+    "CAUSAL_LM": "text-generation",
+    "SEQ_2_SEQ_LM": "text2text-generation",
+}
+_PARITY_TOLERANCE = 1e-3
+_MEASURED_EXAMPLES = 4
+
+
+def diagnose(
+    name: str,
+    *,
+    task: str | None = None,
+    trainable_layers: str | None = None,
+    batch_size: int = 32,
+    sequence_length: int = 128,
+) -> dict[str, Any]:
+    """What would be trained, by which rules, what is refused and why, whether norms agree with autograd, and the cost.
+
+    ValueError when the model cannot be loaded. A refusal is part of the answer, under `refused`; what comes after it
+    is then left out.
+    """
+    model, task = load_model(name, task)
+    found: dict[str, Any] = {"model": name, "class": type(model).__name__, "task": task, "refused": []}
+    default_layers = DEFAULT_LAYERS if isinstance(model, PreTrainedModel) else "as_is"
+    try:
+        _look_at(model, found, trainable_layers or default_layers, batch_size, sequence_length)
+    except (UnsupportedModelError, BatchCouplingError, ParityError, ValueError, NotImplementedError) as error:
+        found["refused"].append(str(error))
+    return found
+
+
+def load_model(name: str, task: str | None) -> tuple[Any, str]:
+    """The model with the head of the task, in fp32; the task is read off its configuration when not given.
+
+    The name may be that of an adapter, whose base model is then loaded below it.
+    """
+    with _quiet_transformers():
+        try:
+            if find_adapter_config_file(name) is not None:
+                return _load_adapter(name, task)
+            config = AutoConfig.from_pretrained(name)
+            task = task or _task_of(config)
+            model = getattr(transformers, TASKS[task]).from_pretrained(name, config=config)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"cannot load {name!r}{'' if task is None else f' for {task}'}. Expected a folder written by "
+                f"save_pretrained, or the name of a model on the Hub and a network to fetch it. {_first_line(error)}"
+            ) from error
+    return model.float(), task
+
+
+def _load_adapter(name: str, task: str | None) -> tuple[Any, str]:
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise ValueError("it is an adapter, and those need peft: pip install peft") from None
+    config = PeftConfig.from_pretrained(name)
+    task = task or _ADAPTER_TASKS.get(str(getattr(config.task_type, "value", config.task_type)))
+    base, task = load_model(str(config.base_model_name_or_path), task)
+    return PeftModel.from_pretrained(base, name, is_trainable=True).float(), task
+
+
+def _task_of(config: Any) -> str:
+    tasks = [task_of(architecture) for architecture in getattr(config, "architectures", None) or ()]
+    return next((task for task in tasks if task in TASKS), "text-classification")
+
+
+def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int, length: int) -> None:
+    """Fills `found` step by step, so that what was learnt before a refusal is kept."""
+    names = select_trainable_layers(model, expression)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in set(names)}
+    found["trainable_layers"] = expression
+    found["trained_parameters"] = sum(sizes.values())
+    found["total_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    found["groups"] = parameter_groups(sizes)
+    found["loss"] = loss_kind(model)
+    train_mode(model)
+    clipper = GhostClipper(model)
+    found["rules"] = _modules_by_rule(clipper)
+    batch = synthetic_batch(model, found["loss"], 2, length)
+    model.eval()
+    check_parity(clipper, lambda: _losses(model, batch), _PARITY_TOLERANCE)
+    found["parity"] = {"agrees": True, "tolerance": _PARITY_TOLERANCE, "examples": 2, "shape": _shape(batch)}
+    train_mode(model)
+    with refuse_forward_writes(model):
+        _losses(model, batch)
+    measured = min(_MEASURED_EXAMPLES, batch_size)
+    larger = synthetic_batch(model, found["loss"], measured, length)
+    found["step"] = measure_step(
+        clipper, lambda: _losses(model, larger), measured_size=measured, batch_size=batch_size
+    )
+    found["slow_parameters"] = sorted(clipper.slow_parameters)
+
+
+def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any]:
+    """A made-up batch with labels for this kind of loss. Lengths are cut to what the model can take."""
+    config: Any = model.config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.zeros(n, getattr(config, "num_channels", 3), height, width)
+        return synthetic_like(model, {"pixel_values": pixels, "labels": torch.zeros(n, dtype=torch.long)})
+    positions = getattr(config, "max_position_embeddings", None) or length
+    length = max(min(length, positions - 4), 2)
+    tokens = torch.zeros(n, length, dtype=torch.long)
+    end = getattr(config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    if end is not None and end >= config.vocab_size:
+        end = None
+    if config.pad_token_id is None:
+        # Some classifiers look for the last token that is not padding.
+        model.config.pad_token_id = config.pad_token_id = end if end is not None else 0
+    if end is not None:
+        tokens[:, -1] = end
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    made = synthetic_like(model, batch, () if end is None else (end,))
+    return {**made, **_labels(kind, n, length, getattr(config, "num_labels", 2), tokens)}
+
+
+def _labels(kind: str, n: int, length: int, num_labels: int, tokens: Tensor) -> dict[str, Tensor]:
+    zeros = torch.zeros(n, dtype=torch.long)
+    if kind == "question_answering":
+        return {"start_positions": zeros, "end_positions": zeros + 1}
+    if kind == "regression":
+        return {"labels": torch.linspace(0.0, 1.0, n)}
+    if kind == "multi_label_classification":
+        return {"labels": torch.eye(num_labels)[zeros]}
+    if kind == "single_label_classification":
+        return {"labels": zeros}
+    return {"labels": torch.zeros(n, length, dtype=torch.long)}
+
+
+def _losses(model: Any, batch: dict[str, Any]) -> Tensor:
+    inputs, labels = split_labels(model, batch)
+    return per_example_losses(model, model(**inputs), labels)
+
+
+def _modules_by_rule(clipper: GhostClipper) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for module, rule in clipper.rules().items():
+        modules.setdefault(rule.removesuffix("_rule"), []).append(module)
+    return modules
+
+
+def _shape(batch: dict[str, Any]) -> list[int]:
+    return list(next(value for value in batch.values() if isinstance(value, Tensor)).shape[1:])
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no table of missing heads: a fresh head is what doctor expects."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.enable_progress_bar()
+        logger.setLevel(level)
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+def describe(found: dict[str, Any]) -> str:
+    """The diagnosis for a terminal."""
+    lines = [f"{found['class']} from {found['model']}, for {found['task']}"]
+    if "groups" in found:
+        share = f"{found['trained_parameters']:,} of {found['total_parameters']:,} parameters"
+        lines += ["", f"trained ({found['trainable_layers']}): {share}"]
+        width = max(len(group["name"]) for group in found["groups"])
+        lines += [
+            f"  {group['name']:<{width}}  {group['tensors']:>4} tensors  {group['parameters']:>14,}"
+            for group in found["groups"]
+        ]
+    if "rules" in found:
+        lines += ["", "gradients of single examples:"]
+        lines += [f"  {_rule_name(rule):<44} {_listed(modules)}" for rule, modules in found["rules"].items()]
+        slow = found.get("slow_parameters")
+        if slow:
+            lines.append(f"  {'one backward per example (exact, slow)':<44} {_listed(slow, 'tensor')}")
+    lines += [""]
+    if found["refused"]:
+        lines += ["REFUSED, training would not start:", *(_indented(reason) for reason in found["refused"])]
+    else:
+        shape = " × ".join(map(str, found["parity"]["shape"]))
+        lines += [
+            "refused: nothing",
+            f"parity: norms and clipped sum agree with autograd (2 made-up examples of shape {shape})",
+        ]
+        lines += _step_lines(found["step"])
+    return "\n".join(lines)
+
+
+def _step_lines(step: dict[str, Any]) -> list[str]:
+    size, memory = step["batch_size"], step["bytes"]
+    ratio = step["seconds"] / step["plain_seconds"] if step["plain_seconds"] else float("nan")
+    return [
+        "",
+        f"one step of {size} examples on {step['device']}, estimated from {step['measured_size']}:",
+        f"  time    {step['seconds']:.3g} s ({ratio:.2f} × the same step without privacy)",
+        f"  memory  {_megabytes(memory['total'])}: weights {_megabytes(memory['weights'])}, gradient, Adam and noise "
+        f"{_megabytes(memory['gradient_optimizer_noise'])}, activations {_megabytes(memory['activations'])}",
+    ]
+
+
+def _rule_name(rule: str) -> str:
+    return "fallback (that module alone, per example)" if rule == "fallback" else f"{rule.replace('_', ' ')} rule"
+
+
+def _listed(names: Sequence[str], what: str = "module") -> str:
+    shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}: {shown}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2g} MB"

@@ -1,0 +1,190 @@
+"""DC-SGD: the threshold follows a noisy histogram of the norms, by percentile (P) or by expected squared error (E)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dcsgd.clipping.base import NormClipping, Released, SideQuery, bounded, require_threshold
+from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
+from hf_dcsgd.validation import require_count, require_fraction, require_non_negative, require_positive
+
+logger = logging.getLogger(__name__)
+
+# Algorithm 4: candidates 0.1C … 2.0C, and a cap on the rounds that it may take.
+_CANDIDATES = np.arange(1, 21) / 10
+_MAX_ROUNDS = 64
+_STALLED_SHARE = 0.25
+_NOISY_SHARE = 0.1
+
+
+def expected_squared_error(
+    thresholds: np.ndarray, norms: np.ndarray, counts: np.ndarray, unit_variance: float
+) -> np.ndarray:
+    """E(C) of the paper for each threshold: ``unit_variance·C² + Σ counts·max(norms − C, 0)² / Σ counts``.
+
+    ``unit_variance`` is σ_T²·d/B², the variance of the released gradient per unit of C².
+    """
+    shortfall = np.maximum(norms - thresholds[:, None], 0.0)
+    return unit_variance * thresholds**2 + (shortfall * shortfall) @ (counts / counts.sum())
+
+
+def minimise_expected_squared_error(
+    start: float, norms: np.ndarray, counts: np.ndarray, unit_variance: float
+) -> float | None:
+    """Algorithm 4's search: the best of 0.1C … 2.0C, again from a winner at either end; ``None`` after 64 rounds.
+
+    With non-negative counts E is convex and the search ends; with raw noisy counts it may not.
+    """
+    threshold = start
+    for _ in range(_MAX_ROUNDS):
+        candidates = threshold * _CANDIDATES
+        best = int(expected_squared_error(candidates, norms, counts, unit_variance).argmin())
+        threshold = float(candidates[best])
+        if 0 < best < len(_CANDIDATES) - 1:
+            return threshold
+    return None
+
+
+class HistogramThreshold(NormClipping):
+    """What P and E share: one released histogram per step, sensitivity 1, noise multiplier σ_H.
+
+    C and R move only on counts that are finite and whose total S′ is positive; else both are kept.
+    """
+
+    def __init__(
+        self,
+        clip_threshold: float,
+        *,
+        bins: int,
+        histogram_range: float,
+        histogram_noise_multiplier: float,
+        expected_batch_size: int,
+    ) -> None:
+        super().__init__(clip_threshold)
+        self._bins = require_count("histogram_bins", bins, minimum=2)
+        self._range = require_threshold("histogram_range", histogram_range)
+        self._noise_multiplier = require_positive("histogram_noise_multiplier", histogram_noise_multiplier)
+        self._expected_batch_size = require_count("expected_batch_size", expected_batch_size)
+        relative_noise = self._noise_multiplier * math.sqrt(self._bins) / self._expected_batch_size
+        if relative_noise > _NOISY_SHARE:
+            logger.warning(
+                "the noise on the histogram's total is %.0f%% of the expected batch size %d "
+                "(histogram_noise_multiplier %g, %d bins): above %.0f%% the threshold becomes erratic; "
+                "raise the batch size or use fewer bins",
+                100 * relative_noise,
+                self._expected_batch_size,
+                self._noise_multiplier,
+                self._bins,
+                100 * _NOISY_SHARE,
+            )
+
+    @property
+    def histogram_range(self) -> float:
+        """R of the current step: public, as it is a function of released values."""
+        return self._range
+
+    @property
+    def side_query(self) -> SideQuery:
+        return SideQuery(size=self._bins, sensitivity=1.0, noise_multiplier=self._noise_multiplier)
+
+    def side_contribution(self, per_example_norms: torch.Tensor) -> torch.Tensor:
+        return norm_histogram(per_example_norms, self._range, self._bins)
+
+    def _release(self, noisy_side: np.ndarray) -> Released:
+        histogram = NoisyHistogram(noisy_side, self._range)
+        values: Released = {
+            "clip_threshold": self._clip_threshold,
+            "histogram_range": self._range,
+            "noisy_histogram": noisy_side.tolist(),
+        }
+        if histogram.usable:
+            values["noisy_clip_fraction"] = histogram.fraction_above(self._clip_threshold)
+            threshold, histogram_range = self._next(histogram)
+            self._clip_threshold, self._range = bounded(threshold), bounded(histogram_range)
+        return values
+
+    @abstractmethod
+    def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
+        """(C, R) of the next step, from usable counts."""
+
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "histogram_range": self._range}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        histogram_range = require_threshold("histogram_range", state["histogram_range"])
+        super()._load(state)
+        self._range = histogram_range
+
+
+class PercentileThreshold(HistogramThreshold):
+    """Algorithm 3: C is the middle of the bin where the running (raw) count reaches p·S′; R = 2C."""
+
+    name = "dc_sgd_p"
+
+    def __init__(self, clip_threshold: float, *, percentile: float, **histogram: Any) -> None:
+        super().__init__(clip_threshold, **histogram)
+        self._percentile = require_fraction("percentile", percentile)
+
+    def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
+        reached = np.cumsum(histogram.noisy_counts) >= self._percentile * histogram.total
+        index = int(np.argmax(reached)) if reached.any() else histogram.bins - 1
+        threshold = bounded(float(histogram.middles[index]))
+        return threshold, 2 * threshold
+
+
+class ExpectedErrorThreshold(HistogramThreshold):
+    """Algorithm 4: C minimises the expected squared error of the released gradient; R doubles or halves.
+
+    The error is computed on the counts projected onto the simplex, where it is convex and the search ends; the rule
+    for R sees the raw counts. A search that does not end within 64 rounds keeps C.
+    """
+
+    name = "dc_sgd_e"
+
+    def __init__(
+        self,
+        clip_threshold: float,
+        *,
+        grad_noise_multiplier: float,
+        num_parameters: int,
+        expected_batch_size: int,
+        **histogram: Any,
+    ) -> None:
+        super().__init__(clip_threshold, expected_batch_size=expected_batch_size, **histogram)
+        noise_multiplier = require_non_negative("grad_noise_multiplier", grad_noise_multiplier)
+        require_count("num_parameters", num_parameters)
+        self._unit_variance = noise_multiplier**2 * num_parameters / expected_batch_size**2
+        self._warned = False
+
+    def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
+        return self._next_threshold(histogram), self._next_range(histogram)
+
+    def _next_threshold(self, histogram: NoisyHistogram) -> float:
+        counts = histogram.projected()
+        if not counts.sum() > 0:  # only when rounding ate a total that is tiny beside the counts
+            return self._clip_threshold
+        best = minimise_expected_squared_error(self._clip_threshold, histogram.middles, counts, self._unit_variance)
+        return self._clip_threshold if best is None else best
+
+    def _next_range(self, histogram: NoisyHistogram) -> float:
+        counts, total, bins = histogram.noisy_counts, histogram.total, histogram.bins
+        if counts[-1] >= 0.5 * total:
+            return 2 * self._range
+        if counts[bins // 2 :].sum() <= total / bins:
+            return self._range / 2
+        if counts[-1] > _STALLED_SHARE * total and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the last histogram bin holds %.0f%% of the noisy count and the range stays at %g: norms beyond it "
+                "are taken for smaller than they are, so the threshold is biased low; a larger histogram_range helps",
+                100 * counts[-1] / total,
+                self._range,
+            )
+        return self._range

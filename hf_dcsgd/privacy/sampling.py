@@ -1,0 +1,125 @@
+"""Poisson sampling of logical batches.
+
+Guarantee. Every record enters every logical batch independently with probability q = B/N, where B (expected batch
+size) and N (dataset size) are public; a record is at most once in a logical batch. Ranks draw from disjoint shards
+with separate randomness, so the union over ranks is one Poisson draw from the whole dataset. The randomness comes from
+the operating system: the global generators and their public seeds are neither read nor moved, and it is never saved.
+
+The draw is then cut into micro-batches. The released sum does not depend on the cut, so it may follow the data
+(sorting by length saves padding) at no cost in privacy.
+
+| edge case | behaviour |
+|---|---|
+| empty draw | ``gradient_accumulation_steps`` empty micro-batches: the step is noise only, never skipped |
+| draw smaller than ``gradient_accumulation_steps`` | the last micro-batches are empty |
+| B > N | ``ValueError`` |
+| iterable dataset, or one without a length | ``TypeError`` from :func:`map_style_length` |
+| ``unsafe_seed`` | the draws are a function of the seed and the rank: amplification by sampling is void |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, Sampler
+
+from hf_dcsgd.validation import require, require_count
+
+_ENTROPY_BYTES = 32
+
+
+def map_style_length(dataset: object) -> int:
+    """Number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
+    if isinstance(dataset, Mapping):
+        raise TypeError(
+            f"expected one train_dataset, got a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(str, list(dataset)[:8]))}; pass one of its entries"
+        )
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            "expected a map-style train_dataset with a length, because every record must be drawn independently with "
+            f"probability expected_batch_size / dataset_size, got {type(dataset).__name__}"
+        )
+    return require_count("dataset size", len(dataset))
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """Batch sampler: ``steps`` logical batches, each cut into ``gradient_accumulation_steps`` micro-batches.
+
+    Rank r draws from the shard ``r::world_size``. ``expected_batch_size`` is B over all ranks. ``lengths`` (one per
+    record of the whole dataset) puts records of like length into the same micro-batch. Each ``iter()`` draws afresh.
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        expected_batch_size: int,
+        *,
+        steps: int,
+        gradient_accumulation_steps: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        lengths: Sequence[int] | None = None,
+        unsafe_seed: int | None = None,
+    ) -> None:
+        self.dataset_size = require_count("dataset_size", dataset_size)
+        self.expected_batch_size = require_count("expected_batch_size", expected_batch_size)
+        require(
+            expected_batch_size <= dataset_size,
+            f"expected expected_batch_size <= dataset_size, got {expected_batch_size} and {dataset_size}",
+        )
+        self.steps = require_count("steps", steps, minimum=0)
+        self.gradient_accumulation_steps = require_count("gradient_accumulation_steps", gradient_accumulation_steps)
+        self.world_size = require_count("world_size", world_size)
+        require(0 <= rank < world_size, f"expected 0 <= rank < world_size, got {rank} and {world_size}")
+        self.rank = rank
+        self.unsafe_seed = unsafe_seed
+        self._lengths = None if lengths is None else np.asarray(lengths)
+        if self._lengths is not None:
+            require(
+                self._lengths.shape == (dataset_size,),
+                f"expected one length per record, got {self._lengths.shape} for dataset_size {dataset_size}",
+            )
+        self._generator: np.random.Generator | None = None
+
+    @property
+    def sampling_rate(self) -> float:
+        """q = B/N."""
+        return self.expected_batch_size / self.dataset_size
+
+    def __len__(self) -> int:
+        return self.steps * self.gradient_accumulation_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self.steps):
+            yield from self.split(self.draw())
+
+    def draw(self) -> np.ndarray:
+        """One Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
+        shard = np.arange(self.rank, self.dataset_size, self.world_size)
+        return shard[self._random().random(len(shard)) < self.sampling_rate]
+
+    def split(self, draw: Sequence[int] | np.ndarray) -> list[list[int]]:
+        """The draw cut into ``gradient_accumulation_steps`` lists whose sizes differ by at most one."""
+        indices = np.asarray(draw, dtype=np.int64)
+        if self._lengths is not None:
+            indices = indices[np.argsort(self._lengths[indices], kind="stable")]
+        return [part.tolist() for part in np.array_split(indices, self.gradient_accumulation_steps)]
+
+    def _random(self) -> np.random.Generator:
+        if self._generator is None:
+            if self.unsafe_seed is None:
+                entropy = np.random.SeedSequence(
+                    int.from_bytes(os.urandom(_ENTROPY_BYTES), "big"), pool_size=_ENTROPY_BYTES // 4
+                )
+            else:
+                entropy = np.random.SeedSequence(self.unsafe_seed, spawn_key=(self.rank,))
+            self._generator = np.random.Generator(np.random.PCG64DXSM(entropy))
+        return self._generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process, or in a checkpoint, must never repeat or foretell our draws.
+        return {**self.__dict__, "_generator": None}

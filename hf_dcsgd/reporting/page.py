@@ -1,0 +1,70 @@
+"""The report as one page that asks nothing of the network: pictures and style are inside it, all text is escaped."""
+
+from __future__ import annotations
+
+import base64
+from importlib.resources import files
+from typing import Any
+
+from hf_dcsgd.reporting.report import rounded_up, shown_number
+
+Report = dict[str, Any]
+
+
+def render_page(report: Report, trace: list[dict[str, Any]]) -> str:
+    """`privacy_report.html`; ImportError where jinja2 or matplotlib is missing."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["bound"] = rounded_up
+    environment.filters["number"] = shown_number
+    template = environment.from_string(files("hf_dcsgd.reporting").joinpath("report.html").read_text(encoding="utf-8"))
+    return template.render(report=report, figures=_figures(report, trace), status=_status(report["steps"]))
+
+
+def _status(steps: dict[str, int]) -> str:
+    if steps["released"] >= steps["planned"]:
+        return "complete"
+    return "ended by its budget" if steps["charged"] >= steps["planned"] else "interrupted, or still running"
+
+
+def _figures(report: Report, trace: list[dict[str, Any]]) -> list[dict[str, str]]:
+    from hf_dcsgd.reporting import plots
+
+    curve, budget = report["epsilon_over_steps"], report["budget"]
+    drawn = [
+        (
+            "Clipping threshold",
+            "The threshold C of each step" + (" and the range R of the histogram." if _has_range(report) else "."),
+            plots.threshold_figure(trace),
+        ),
+        (
+            "Gradient norms",
+            "The noisy histogram of per-example gradient norms over time, as released: darker is more examples. Norms "
+            "beyond the range count in its last bin.",
+            plots.histogram_figure(trace),
+        ),
+        (
+            "Privacy spent",
+            f"ε at δ = {rounded_up(budget['delta'])} by the {budget['accountant'].upper()} accountant.",
+            plots.epsilon_figure(
+                curve["steps"],
+                curve["epsilon"],
+                planned_steps=report["steps"]["planned"],
+                target_epsilon=budget["target_epsilon"],
+            ),
+        ),
+    ]
+    return [
+        {"title": title, "caption": caption, "source": _data_uri(plots, figure)}
+        for title, caption, figure in drawn
+        if figure is not None
+    ]
+
+
+def _data_uri(plots: Any, figure: Any) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(plots.svg(figure)).decode("ascii")
+
+
+def _has_range(report: Report) -> bool:
+    return "histogram_range" in report["trajectory"]

@@ -1,0 +1,61 @@
+"""Which checkpoints may be resumed from: those that are whole, and made under the same plan."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_dcsgd.privacy.plan import PrivacyPlan
+
+logger = logging.getLogger(__name__)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint was written to its end: the trainer's state comes last, after weights and optimizer."""
+    try:
+        return isinstance(json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8")), dict)
+    except (OSError, ValueError):
+        return False
+
+
+def last_complete_checkpoint(output_dir: str | Path) -> str:
+    """The newest checkpoint that is whole; ValueError where there is none."""
+    by_step = {path.name.rsplit("-", 1)[1]: path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    for step in sorted((step for step in by_step if step.isdigit()), key=int, reverse=True):
+        if is_complete(by_step[step]):
+            return str(by_step[step])
+        logger.warning("%s was not written to its end and is passed over", by_step[step])
+    raise ValueError(f"expected a complete checkpoint in {output_dir} to resume from, found none")
+
+
+def require_complete(checkpoint: str | Path) -> str:
+    """The checkpoint's path, if it is whole."""
+    if not is_complete(Path(checkpoint)):
+        raise ValueError(
+            f"expected a complete checkpoint at {checkpoint}, but its {TRAINER_STATE_NAME} is missing or broken; "
+            "resume from an earlier one, or pass resume_from_checkpoint=True for the last that is whole"
+        )
+    return str(checkpoint)
+
+
+def require_same_plan(saved: PrivacyPlan, now: PrivacyPlan) -> None:
+    differences = now.differences(saved)
+    if differences:
+        shown = "; ".join(
+            f"{name}: {before} in the checkpoint, {here} now" for name, (here, before) in differences.items()
+        )
+        raise ValueError(f"a run cannot be resumed under other privacy settings. {shown}{_layouts(saved, now)}")
+    if _layouts(saved, now):
+        logger.warning("the run goes on with the same expected batch size%s", _layouts(saved, now))
+
+
+def _layouts(saved: PrivacyPlan, now: PrivacyPlan) -> str:
+    """How the work was spread over processes and is now, where that differs."""
+    before, here = ((p.world_size, p.gradient_accumulation_steps) for p in (saved, now))
+    if before == here:
+        return ""
+    return "; processes × gradient_accumulation_steps: {} × {} in the checkpoint, {} × {} now".format(*before, *here)

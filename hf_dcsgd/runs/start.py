@@ -1,0 +1,60 @@
+"""The start of a run: what a checkpoint must say to be continued, and the mechanism, with its ledger opened.
+
+`saved` is what `callbacks.saved_privacy_state` found in the checkpoint that is resumed from, None for a new run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.runs.checkpoints import require_same_plan
+from hf_dcsgd.runs.processes import on_main_process
+
+Saved = dict[str, Any]
+
+
+def public_checkpoint_numbers(global_step: int, saved: Saved | None) -> dict[str, Any]:
+    """What all processes must have read alike. Not the ledger's head: with disks of their own, only one has it."""
+    state = (saved or {}).get("mechanism", {})
+    return {"global_step": global_step, **{name: state.get(name) for name in ("charged", "threshold")}}
+
+
+def require_continuation(saved: Saved | None, plan: PrivacyPlan, checkpoint: str) -> None:
+    """The checkpoint is ours, and of this plan."""
+    if saved is None:
+        raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
+    require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
+
+
+def start_mechanism(
+    plan: PrivacyPlan, run_dir: Path, saved: Saved | None, *, is_main_process: bool, device: torch.device
+) -> DPMechanism:
+    """The mechanism of a run, where its ledger and checkpoint say it stands; refused when nothing is left to spend."""
+
+    def open_ledger() -> PrivacyLedger:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=saved is not None)
+
+    mechanism = DPMechanism(
+        plan,
+        ledger=on_main_process(open_ledger),
+        all_reduce=torch.distributed.all_reduce if plan.world_size > 1 else None,
+        is_main_process=is_main_process,
+    )
+    if saved is not None:
+        on_main_process(lambda: mechanism.load_state_dict(saved["mechanism"]))
+        if not is_main_process:
+            mechanism.load_state_dict(saved["mechanism"])
+    mechanism.agree_on_charges(device)
+    if mechanism.exhausted:
+        raise BudgetExhausted(
+            f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
+            f"taken within ε = {plan.epsilon():.4g}"
+        )
+    return mechanism
