@@ -1,16 +1,16 @@
-"""`DCSGDTrainer`: the Hugging Face `Trainer` with one private step.
+"""`DCSGDTrainer`: an adapter between the loop of the Hugging Face `Trainer` and one private step.
 
-Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where
-batches come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`: clip
-each example, then release one noised sum), and what may be logged (`log`: released values only).
-What is written to disk or pushed is in `publishing.py`.
+Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where batches
+come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`, see `step.py`),
+and what may be logged (`log`: released values only). What is written to disk or pushed is in `reporting/publishing.py`.
+
+What is assumed of transformers beyond its public interface is listed in `tests/test_transformers_surface.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,160 +18,197 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
-from hf_dcsgd.checks.forward_writes import refuse_forward_writes
-from hf_dcsgd.checks.preflight import check_before_training, require_kinds
-from hf_dcsgd.data.loading import Batch, batch_length, cut, poisson_dataloader, row_lengths
-from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
-from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS
-from hf_dcsgd.privacy.randomness import private_randomness
+from hf_dcsgd.checks.environment import (
+    refuse_lone_processes,
+    refuse_several_devices,
+    refuse_sharding_environment,
+    refuse_split_model,
+)
+from hf_dcsgd.checks.preflight import check_before_training
+from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
+from hf_dcsgd.data.loading import poisson_dataloader, restack
+from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, with_rounded_lengths
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
-from hf_dcsgd.runs.processes import (
-    public_numbers,
-    quiet_replica,
-    refuse_lone_processes,
-    refuse_sharding_environment,
-    refuse_split_model,
-    require_agreement,
-)
+from hf_dcsgd.runs.processes import public_settings, quiet_replica, require_agreement
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
-from hf_dcsgd.tasks.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import checked_user_losses, per_example_losses, split_labels
+from hf_dcsgd.step import ExampleLosses, PrivateStep
+from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers
+from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
-
-LossFunction = Callable[[Any, Any], Tensor]
 
 
 class DCSGDTrainer(PublishingTrainer):
     """Drop-in for `Trainer` whose model is differentially private in its training examples.
 
-    Takes what `Trainer` takes, with `args` a `DCSGDTrainingArguments`, and
-
-    - `per_example_loss_func(outputs, labels)`: one loss per example, shape (n,), for models whose loss is not known by
-      their class. Each loss may depend on its own example only.
-
     **Guarantee.** The trained weights, the checkpoints and everything logged during a run are (ε, δ)-differentially
     private with respect to adding or removing one training example, for the ε and δ of `privacy_report()`; unless the
     report names an opt-out. The evaluation data are not protected.
+
+    Args:
+        model (`PreTrainedModel` or `torch.nn.Module`, *optional*):
+            The model, loaded; or give `model_init`.
+        args (`DCSGDTrainingArguments`):
+            The arguments of the run.
+        data_collator (`Callable`, *optional*):
+            As for `Trainer`; it is handed one row at a time.
+        train_dataset (`Dataset`, *optional*):
+            A map-style dataset whose rows are the protected examples.
+        per_example_loss_func (`Callable`, *optional*):
+            `per_example_loss_func(outputs, labels)` returns one loss per example, shape (n,), for models whose loss is
+            not known by their class. Each loss may depend on its own example only.
+        kwargs:
+            The other arguments are those of `Trainer`.
     """
 
     args: DCSGDTrainingArguments
     model: nn.Module
 
-    def __init__(self, *args: Any, per_example_loss_func: LossFunction | None = None, **kwargs: Any) -> None:
-        if kwargs.get("compute_loss_func") is not None:
-            raise ValueError(
-                "compute_loss_func returns one loss for a whole batch (normalised by num_items_in_batch), which "
-                "cannot be clipped per example; pass per_example_loss_func(outputs, labels), which returns a "
-                "tensor of shape (n,), instead"
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | None = None,
+        args: DCSGDTrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., PreTrainedModel | nn.Module] | None = None,
+        compute_loss_func: None = None,
+        compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        *,
+        per_example_loss_func: LossFunction | None = None,
+    ) -> None:
+        refuse_overrides(self, DCSGDTrainer)
+        validate_inputs(
+            model=model,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            compute_loss_func=compute_loss_func,
+            per_example_loss_func=per_example_loss_func,
+            label_smoothing=getattr(args, "label_smoothing_factor", 0.0),
+        )
+        if not isinstance(args, DCSGDTrainingArguments):
+            raise TypeError(
+                f"expected args to be DCSGDTrainingArguments, got {type(args).__name__}: nothing would be private"
             )
-        for method in (
-            "compute_loss",
-            "get_train_dataloader",
-            "_get_train_sampler",
-            "get_batch_samples",
-            "training_step",
-        ):
-            if getattr(type(self), method) is not getattr(DCSGDTrainer, method):
-                raise TypeError(
-                    f"{type(self).__name__} overrides {method}, on which the guarantee rests; use "
-                    "per_example_loss_func for another loss. The sampler is Poisson and cannot be replaced"
-                )
-        require_kinds(args, kwargs, per_example_loss_func)
         self.per_example_loss_func = per_example_loss_func
         self.plan: PrivacyPlan | None = None
-        self.mechanism: DPMechanism | None = None
-        self.clipper: GhostClipper | None = None
+        self.step: PrivateStep | None = None
         self.search_cost: SearchCost | None = None
+        self._layers = "as_is"
+        self._current_trial: Any = None
         self._trials: list[tuple[str, DPMechanism]] = []
-        self._clipped_sums: dict[str, Tensor] = {}
-        super().__init__(*args, **kwargs)
-        self._refuse_incompatible()
+        self._checkpoint: str | None = None
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            None,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
+        refuse_several_devices(self.args.n_gpu)
+        refuse_sharding_environment()
+        refuse_lone_processes(self.args.world_size)
+        refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
+        self._refuse_training_data(self.eval_dataset)
         if not self.is_world_process_zero():
             quiet_replica()
         # A module whose forward takes no labels has names for none, and transformers would drop them from the data.
         self.label_names = self.label_names or ["labels"]
-        self.add_callback(PrivacyCallback())
+        self.add_callback(PrivacyCallback(self._start_run))
         self._select_layers(self.model)
         if self.train_dataset is not None:
-            self.plan = self._make_plan()
+            self.plan = self.make_plan()
+
+    @property
+    def mechanism(self) -> DPMechanism | None:
+        """The mechanism of the last run, if there was one."""
+        return None if self.step is None else self.step.mechanism
 
     # -- set-up ------------------------------------------------------------------------------------------------------
-
-    def _require_private_args(self) -> None:
-        if not isinstance(self.args, DCSGDTrainingArguments):
-            raise TypeError(
-                f"expected args to be DCSGDTrainingArguments, got {type(self.args).__name__}: nothing would be private"
-            )
-
-    def _refuse_incompatible(self) -> None:
-        self._require_private_args()
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"{self.args.n_gpu} GPUs in one process (nn.DataParallel) split batches behind the clipping; start "
-                "one process per GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES to one GPU"
-            )
-        refuse_sharding_environment()
-        refuse_lone_processes(self.args.world_size)
-        refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
-        if self.train_dataset is not None:
-            map_style_length(self.train_dataset)
-        self._refuse_training_data(self.eval_dataset)
 
     def _refuse_training_data(self, eval_dataset: Any) -> None:
         """Not even by mistake: metrics are published as they are."""
         several = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
         if self.train_dataset is not None and any(dataset is self.train_dataset for dataset in several):
             raise ValueError(
-                "eval_dataset is the training data, whose metrics would be logged without noise; pass other data. "
-                "predict() logs nothing, for a look of your own"
+                "eval_dataset is the training data, whose metrics would be logged without noise; pass other data, or "
+                "use predict() to inspect training examples; it logs nothing"
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As transformers does; the training data are refused."""
+        """Return what transformers does; the training data are refused."""
         self._refuse_training_data(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        self._require_private_args()
+        """Make the model as transformers does, and select its trainable layers."""
         model = super().call_model_init(trial)
         self._select_layers(model)
         return model
 
     def _select_layers(self, model: nn.Module) -> None:
-        expression = self.args.trainable_layers
-        if expression is None:
-            has_presets = isinstance(model, PreTrainedModel) and not getattr(model, "_hf_peft_config_loaded", False)
-            expression = "last_encoder_pooler_classifier" if has_presets else "as_is"
-        select_trainable_layers(model, expression)
-        self._layers = expression
+        self._layers = self.args.trainable_layers or default_layers(model)
+        select_trainable_layers(model, self._layers)
         hold_in_fp32(model, autocast=self.args.bf16)
 
-    def _make_plan(self) -> PrivacyPlan:
+    def make_plan(self) -> PrivacyPlan:
+        """Make the plan for the present arguments, data and model."""
         return self.args.privacy_plan(
             dataset_size=map_style_length(self.train_dataset),
             num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
 
+    def make_step(self) -> PrivateStep:
+        """Make the private step for the present model, without a mechanism yet."""
+        loss, label_names, label_smoothing = self._loss_settings()
+        return PrivateStep(
+            self.model,
+            loss=loss,
+            label_names=label_names,
+            label_smoothing=label_smoothing,
+            device=self.args.device,
+            forward_context=self.compute_loss_context_manager,
+            reproducible_from=self.args.unsafe_noise_seed,
+        )
+
+    def _loss_settings(self) -> tuple[LossFunction | None, list[str] | None, float]:
+        label_names = self.label_names if self.args.label_names else None
+        return self.per_example_loss_func, label_names, self.args.label_smoothing_factor
+
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """Poisson logical batches; `accelerator.prepare` is left out, because it would shard the draws once more."""
+        """Load Poisson draws; `accelerator.prepare` is left out, because it would shard the draws once more."""
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
-        self.plan = plan = self._make_plan()
-        rows, collate = self._rows_and_collator()
-        by_length = self.args.train_sampling_strategy == "group_by_length"
-        input_name = getattr(self.model, "main_input_name", "input_ids")
+        if self.is_in_train:
+            self._agree_on_run()
+        plan = self.plan = self.plan or self.make_plan()
+        rows, collate = self.rows_and_collator()
         sampler = PoissonBatchSampler(
             plan.dataset_size,
             plan.expected_batch_size,
@@ -179,75 +216,95 @@ class DCSGDTrainer(PublishingTrainer):
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             rank=self.args.process_index,
             world_size=plan.world_size,
-            lengths=row_lengths(self.train_dataset, self.args.length_column_name, input_name) if by_length else None,
             unsafe_seed=plan.unsafe_noise_seed,
         )
-        return poisson_dataloader(rows, sampler, collate, self.args)
+        return poisson_dataloader(
+            rows,
+            sampler,
+            collate,
+            rank=self.args.process_index,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=getattr(self.args, "dataloader_multiprocessing_context", None),
+        )
 
-    def _rows_and_collator(self) -> tuple[Any, Callable[[list[Any]], Batch]]:
+    def rows_and_collator(self) -> tuple[Any, Collator]:
+        """Return the training rows and their collator, both without the columns that the model does not take."""
+        collate = with_rounded_lengths(self.data_collator, self._longest_row())
         if hasattr(self.train_dataset, "column_names"):
-            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
-        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+            return self._remove_unused_columns(self.train_dataset, description="training"), collate
+        return self.train_dataset, self._get_collator_with_removed_columns(collate, description="training")
+
+    def _longest_row(self) -> int | None:
+        limits = [getattr(self.processing_class, "model_max_length", None)]
+        limits.append(getattr(getattr(self.model, "config", None), "max_position_embeddings", None))
+        return next((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1 << 30), None)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], None]:
-        """The micro-batches of one logical batch; their items are not counted, since no loss is divided by them."""
-        self._forget_unfinished_batch()
-        with self._private_randomness():
-            return list(islice(epoch_iterator, num_batches)), None
-
-    def _private_randomness(self) -> AbstractContextManager[None]:
-        seed = None if self.plan is None else self.plan.unsafe_noise_seed
-        return private_randomness(self.args.device, reproducible=seed is not None)
-
-    def _forget_unfinished_batch(self) -> None:
-        """A callback may end an epoch within a logical batch, whose records could be drawn again for the next one."""
-        if self.mechanism is not None:
-            self.mechanism.discard()
-        self._clipped_sums = {}
-        self.model.zero_grad()
+        self, epoch_iterator: Iterator[list[Batch]], num_batches: int, device: torch.device
+    ) -> tuple[list[list[Batch]], None]:
+        """Take the stacks of one logical batch; their items are not counted, since no loss is divided by them."""
+        assert self.step is not None
+        # A callback may end an epoch within a logical batch, whose records could be drawn again for the next one.
+        self.step.discard()
+        with self.step.randomness():
+            micro_batches = list(islice(epoch_iterator, num_batches))
+        return restack(micro_batches, self.args.per_device_train_batch_size), None
 
     # -- the start of a run ------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As transformers does; a checkpoint that was not written to its end is never resumed from."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train as transformers does; an incomplete checkpoint is never resumed from.
+
+        The training loss is private: NaN is returned for it, unless `log_train_loss` asks for it.
+        """
+        refuse_overrides(self, DCSGDTrainer)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(str(self.args.output_dir))
         elif resume_from_checkpoint:
             resume_from_checkpoint = require_complete(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        self._checkpoint, self._current_trial = resume_from_checkpoint or None, trial
+        output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
+        shown = {"raw": "train_loss", "private": "noisy_train_loss"}.get(self.args.log_train_loss)
+        loss = output.metrics[shown] if shown is not None else float("nan")
+        return TrainOutput(output.global_step, loss, output.metrics)
 
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> Any:
-        if resume_from_checkpoint is None:
+    def _agree_on_run(self) -> None:
+        """Settle what all ranks must have in common, before the model is wrapped.
+
+        A rank that fails alone would leave the others waiting in whatever collective call comes next.
+        """
+        if self._checkpoint is None:
             self._refuse_second_run()
+        if self.hp_search_backend is not None:
+            # A trial sets arguments one by one, past their checks, and after the layers were selected.
+            self.args.check()
+            self._select_layers(self.model)
         hold_in_fp32(self.model, autocast=self.args.bf16)  # evaluation may have left it in half precision
-        assert self.plan is not None
-        saved = None if resume_from_checkpoint is None else saved_privacy_state(self.state)
-        # First of all: a rank that fails alone leaves the others waiting in whatever collective call comes next.
+        self.plan = self.make_plan()
+        step, saved = self._saved_state()
         require_agreement(
-            public_numbers(self.plan, self.args, self.model)
-            | {"max_steps": max_steps}
-            | {"checkpoint": public_checkpoint_numbers(self.state.global_step, saved)}
+            public_settings(self.plan, self.args, self.model) | {"checkpoint": public_checkpoint_numbers(step, saved)}
         )
-        if max_steps != self.plan.steps:
-            raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
-        if resume_from_checkpoint is not None:
-            require_continuation(saved, self.plan, resume_from_checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._train_mode()
-        self.clipper = GhostClipper(self.model)
-        self._check_parity()
-        self._start_mechanism(self.plan, saved)
-        if self.is_world_process_zero():
-            print(self.plan.describe())
-        return prepared
+        if self._checkpoint is not None:
+            require_continuation(saved, self.plan, self._checkpoint)
+
+    def _saved_state(self) -> tuple[int, dict[str, Any] | None]:
+        if self._checkpoint is None:
+            return 0, None
+        state = TrainerState.load_from_json(str(Path(self._checkpoint) / TRAINER_STATE_NAME))
+        return state.global_step, saved_privacy_state(state)
 
     def _refuse_second_run(self) -> None:
         """The weights carry what was spent on them: training them once more would pass the budget unseen."""
-        if self.mechanism is None or self.clipper is None or self.clipper.model is not self.model:
+        if self.mechanism is None or self.step is None or self.step.model is not self.model:
             return
         if self.mechanism.charged:
             raise BudgetExhausted(
@@ -256,123 +313,61 @@ class DCSGDTrainer(PublishingTrainer):
                 "resume_from_checkpoint; to start over pass a fresh model, or a model_init"
             )
 
-    def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> None:
-        trial = getattr(self, "_trial", None)
-        run_dir, is_main = Path(self._get_output_dir(trial)), self.is_world_process_zero()
-        self.mechanism = start_mechanism(plan, run_dir, saved, is_main_process=is_main, device=self.args.device)
-        if trial is not None:
-            self._trials.append((str(run_dir), self.mechanism))
+    def _start_run(self, max_steps: int) -> None:
+        """Check model and data, open the ledger and attach the mechanism; called when the loop begins."""
+        assert self.plan is not None
+        if max_steps != self.plan.steps:
+            raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
+        step = self.make_step()
+        step.train()
+        special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
+        rows, collate = self.rows_and_collator()
+        with step.randomness():
+            row = RowCollator(collate).alone(fetch_row(rows, 0))
+        with step.forward_context():
+            check_before_training(step, row, special)
+        run_dir, is_main = Path(self._get_output_dir(self._current_trial)), self.is_world_process_zero()
+        saved = self._saved_state()[1]
+        step.mechanism = start_mechanism(self.plan, run_dir, saved, is_main_process=is_main, device=self.args.device)
+        self.step = step
+        if self._current_trial is not None:
+            self._trials.append((str(run_dir), step.mechanism))
         trace = run_dir / TRACE_FILENAME if is_main else None
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
-        self._privacy_callback().attach(self.mechanism, trace)
+        self._privacy_callback().attach(step.mechanism, trace)
         self._record_run(run_dir)
+        if is_main:
+            print(self.plan.describe())
 
     def _privacy_callback(self) -> PrivacyCallback:
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
 
-    def _check_parity(self) -> None:
-        check_before_training(self)
-
     # -- the private step --------------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch: clip and add up. At the end of the logical batch: one noised release into `param.grad`."""
-        assert self.mechanism is not None
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Clip and add up one micro-batch, a list of stacks; release the logical batch when it is complete."""
+        assert self.step is not None
         assert self.plan is not None
-        self._train_mode()
+        self.step.train()
         optimizer_mode = getattr(self.optimizer, "train", None)
         if callable(optimizer_mode):
             optimizer_mode()
         shown_loss = torch.zeros((), device=self.args.device)
-        # Transformers refuses an empty batch, which here is a draw like any other.
-        with self._private_randomness():
-            for piece in cut(self._prepare_inputs(inputs) if inputs else {}, self.args.per_device_train_batch_size):
-                loss_sum = self._clip_and_accumulate(piece)
-                if RAW_TRAIN_LOSS in self.plan.opt_outs:
-                    shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
+        for stack in inputs:
+            loss_sum = self.step.accumulate(stack)
+            if RAW_TRAIN_LOSS in self.plan.opt_outs:
+                shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
         if self.accelerator.sync_gradients:
-            noisy_loss = self._release()
+            noisy_loss = self.step.release().noisy_loss
             if noisy_loss is not None:
                 shown_loss += noisy_loss
         return shown_loss
 
-    def _clip_and_accumulate(self, inputs: Batch) -> Tensor:
-        """Adds Σ fᵢ·gᵢ over these examples to the sums; returns the (private) sum of their losses."""
-        assert self.clipper is not None
-        assert self.mechanism is not None
-        with self.compute_loss_context_manager(), self.clipper:
-            with refuse_forward_writes(self.model):
-                losses, _ = self._losses(inputs)
-            norms = self.clipper.norms(losses)
-            # A gradient that the forward or a loss of the user's left there was not clipped.
-            self.model.zero_grad()
-            self.clipper.accumulate(self.mechanism.clip_factors(norms, losses.detach()))
-        self._take_sums()
-        return losses.detach().sum()
-
-    def _take_sums(self) -> None:
-        """Moves the clipped sums out of `param.grad`, where callbacks would find them before the noise."""
-        assert self.clipper is not None
-        for name, parameter in self.clipper.parameters.items():
-            assert parameter.grad is not None
-            so_far = self._clipped_sums.get(name)
-            self._clipped_sums[name] = parameter.grad if so_far is None else so_far.add_(parameter.grad)
-            parameter.grad = None
-
-    def _release(self) -> float | None:
-        """Writes the noised mean of the clipped sums into `param.grad`; returns the noised loss, if there is one."""
-        assert self.mechanism is not None
-        assert self.clipper is not None
-        parameters = self.clipper.parameters
-        clipped_sum = torch.cat(
-            [self._clipped_sums.get(name, torch.zeros_like(p)).flatten().float() for name, p in parameters.items()]
-        )
-        self._clipped_sums = {}
-        release = self.mechanism.release(clipped_sum)
-        parts = release.noisy_gradient.split([p.numel() for p in parameters.values()])
-        for parameter, part in zip(parameters.values(), parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
-        return release.noisy_loss
-
-    def _losses(self, inputs: Batch) -> tuple[Tensor, Any]:
-        """Per-example losses of a batch, and the model's outputs; labels are kept out of the forward."""
-        model_inputs, labels = self._split(inputs)
-        outputs = self._forward(model_inputs)
-        if self.per_example_loss_func is not None:
-            return checked_user_losses(self.per_example_loss_func, outputs, labels, batch_length(inputs)), outputs
-        smoothing, mask = self.args.label_smoothing_factor, inputs.get("attention_mask")
-        losses = per_example_losses(self.model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
-        return losses, outputs
-
-    def _forward(self, model_inputs: Batch) -> Any:
-        """The model's outputs; a failure inside of it is told with the inputs that it was given."""
-        try:
-            return self.model(**model_inputs)
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-            if type(error) not in _FROM_WITHIN:
-                raise  # out of memory, and errors of ours, say what they are
-            shapes = [
-                f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-                for name, value in model_inputs.items()
-                if isinstance(value, Tensor)
-            ]
-            raise RuntimeError(
-                f"{type(self.model).__name__} fails on a batch with {', '.join(shapes) or 'no tensors'}: do columns, "
-                "types and lengths fit the model, and token ids its vocabulary? "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _split(self, inputs: Batch) -> tuple[Batch, Any]:
-        return split_labels(self.model, inputs, self.label_names if self.args.label_names else None)
-
-    def _train_mode(self) -> None:
-        train_mode(self.model)
-
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """For evaluation only. Where transformers knows no loss, the mean of the per-example losses.
+        """Compute the loss of an evaluation batch: transformers' own or, where it knows none, the mean over examples.
 
         The number of items is not passed on: with it, transformers multiplies the loss by the number of processes.
         """
@@ -380,7 +375,7 @@ class DCSGDTrainer(PublishingTrainer):
         knows_a_loss = isinstance(bare, PreTrainedModel) or hasattr(bare, "get_base_model")
         if self.per_example_loss_func is None and knows_a_loss:
             return super().compute_loss(model, inputs, return_outputs)
-        losses, outputs = self._losses(inputs)
+        losses, outputs = ExampleLosses(bare, *self._loss_settings())(inputs)
         loss = losses.mean()
         if not isinstance(outputs, Mapping):
             outputs = {"logits": outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)}
@@ -389,7 +384,7 @@ class DCSGDTrainer(PublishingTrainer):
     # -- what is written down ----------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what the step released; takes out the private training loss, unless it was paid or opted for."""
+        """Add what the step released; take out the private training loss, unless it was paid or opted for."""
         if self.mechanism is not None and "loss" in logs:
             values = self.mechanism.threshold.released_values()
             logs.update({name: value for name, value in values.items() if isinstance(value, float)})
@@ -403,27 +398,20 @@ class DCSGDTrainer(PublishingTrainer):
         logs.pop("total_flos", None)
         super().log(logs, start_time)
 
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """Zero: the true count follows the sizes of the private draws."""
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return zero: the true count follows the sizes of the private draws."""
         return 0
-
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
-        output = super()._finalize_training(trial, num_train_samples, start_time)
-        shown = {"raw": "train_loss", "private": "noisy_train_loss"}.get(self.args.log_train_loss)
-        loss = output.metrics[shown] if shown is not None else float("nan")
-        return TrainOutput(output.global_step, loss, output.metrics)
 
     # -- hyperparameter search ---------------------------------------------------------------------------------------
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does. Every trial is charged in its own directory; `search_cost` then holds the total.
+        """Search as transformers does. Every trial is charged in its own directory; `search_cost` holds the total.
 
         The total is logged and written to `hyperparameter_search_cost.json`, also when a trial fails.
         """
         backend = kwargs.get("backend")
         if backend is not None and HPSearchBackend(backend) is HPSearchBackend.RAY:
             raise ValueError(f"backend={backend} runs trials in other processes, whose cost is lost; use optuna")
-        self._trials = []
         try:
             return super().hyperparameter_search(*args, **kwargs)
         finally:
@@ -433,19 +421,8 @@ class DCSGDTrainer(PublishingTrainer):
                 if self.is_world_process_zero():
                     self.search_cost.write(self._get_output_dir(None))
 
-    def _hp_search_setup(self, trial: Any) -> None:
-        super()._hp_search_setup(trial)
-        if trial is not None:
-            # A trial sets arguments one by one, past their checks, and after the layers were selected.
-            self.args.check()
-            self._select_layers(self.model)
-
     # -- the statement -----------------------------------------------------------------------------------------------
 
     def epsilon(self) -> float:
-        """ε of the steps charged so far, at the plan's δ."""
+        """Return ε of the steps charged so far, at the plan's δ."""
         return 0.0 if self.mechanism is None else self.mechanism.epsilon()
-
-
-# What torch and models raise themselves; exact types, as subclasses (out of memory) have a meaning of their own.
-_FROM_WITHIN = (AttributeError, IndexError, KeyError, RuntimeError, TypeError)

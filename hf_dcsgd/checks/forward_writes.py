@@ -1,4 +1,4 @@
-"""What a forward pass writes into the model: running statistics, caches, re-normalised embeddings.
+"""What a forward pass writes into the model: running statistics, caches, re-normalized embeddings.
 
 Clipping and noise guard gradients. A buffer or a frozen weight that the forward changes is a function of the private
 batch too, is saved with the model, and would leave the run as it is.
@@ -15,54 +15,69 @@ from torch import Tensor, nn
 
 from hf_dcsgd.ghost import UnsupportedModelError
 
-# Statistics are small. Larger tensors are compared by version and address in every step.
-_COMPARED_NUMBERS = 1 << 16
 
+class ForwardWrites:
+    """Looks for tensors of a model that were written to, by version and address: cheap enough for every forward.
 
-@contextmanager
-def refuse_forward_writes(model: nn.Module) -> Iterator[None]:
-    """UnsupportedModelError when the block changed or replaced a buffer or a parameter, which are then named."""
-    before = {name: _State(tensor) for name, tensor in _tensors(model)}
-    yield
-    after = dict(_tensors(model))
-    written = sorted(
-        name
-        for name in before.keys() | after.keys()
-        if name not in before or name not in after or before[name].differs(after[name])
-    )
-    if written:
-        shown = ", ".join(written[:5]) + (f" and {len(written) - 5} more" if len(written) > 5 else "")
-        raise UnsupportedModelError(
-            f"the forward of {type(model).__name__} writes into the model itself: {shown}. What it writes follows "
-            "from the private examples, and stays there without noise, for later steps or to be saved. Switch that "
-            "off (running statistics, max_norm, spectral norm), keep the module in eval() mode, or make a cache at "
-            "its full length at once"
-        )
+    `.data` and some kernels write without counting: `refused_by_value` compares the numbers themselves.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Raise `UnsupportedModelError` where the block wrote to a buffer or a parameter, or replaced one."""
+        before = {name: (tensor, *_place(tensor)) for name, tensor in _tensors(self._model)}
+        yield
+        after = dict(_tensors(self._model))
+        changed = {
+            name
+            for name in before.keys() | after.keys()
+            if name not in before or name not in after or not _is_same(before[name], after[name])
+        }
+        self._refuse(changed)
+
+    @contextmanager
+    def refused_by_value(self) -> Iterator[None]:
+        """As `refused`, comparing every number: before training, and now and then in it."""
+        before = {name: tensor.detach().clone() for name, tensor in _tensors(self._model)}
+        with self.refused():
+            yield
+        after = dict(_tensors(self._model))
+        self._refuse({name for name, value in before.items() if not _same_numbers(after[name].detach(), value)})
+
+    def frozen_checksums(self) -> dict[str, int]:
+        """Sum up the bits of every buffer and frozen parameter, which a run must leave as they were."""
+        return {name: _checksum(tensor) for name, tensor in _tensors(self._model) if not tensor.requires_grad}
+
+    def refuse_changes(self, checksums: dict[str, int]) -> None:
+        """Raise `UnsupportedModelError` where a frozen tensor is not what it was."""
+        now = self.frozen_checksums()
+        self._refuse({name for name in checksums.keys() | now.keys() if checksums.get(name) != now.get(name)})
+
+    def _refuse(self, names: set[str]) -> None:
+        if names:
+            listed = sorted(names)
+            shown = ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__}.forward modifies the model in place ({shown}). These values depend on "
+                "private examples and would be saved without noise. Disable running statistics, max_norm or spectral "
+                "norm, call eval() on the module, or preallocate the cache"
+            )
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(model.named_buffers(), model.named_parameters())
 
 
-class _State:
-    """Which tensor it is, where its numbers lie, how often it was written to; and the numbers, unless they are many.
-
-    Batch normalisation, and whatever goes through `.data`, writes without counting.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._place = tensor, _place(tensor)
-        self._value = tensor.detach().clone() if tensor.numel() <= _COMPARED_NUMBERS else None
-
-    def differs(self, tensor: Tensor) -> bool:
-        if tensor is not self._tensor or _place(tensor) != self._place:
-            return True
-        return self._value is not None and not _same_numbers(tensor.detach(), self._value)
-
-
 def _place(tensor: Tensor) -> tuple[int | None, int | None]:
     version = None if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr() if tensor.layout == torch.strided else None
+
+
+def _is_same(before: tuple[Tensor, int | None, int | None], after: Tensor) -> bool:
+    return before[0] is after and before[1:] == _place(after)
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
@@ -71,3 +86,10 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
     if one.is_floating_point() or one.is_complex():
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
     return torch.equal(one, other)
+
+
+def _checksum(tensor: Tensor) -> int:
+    value = tensor.detach()
+    value = (value.to_dense() if value.layout != torch.strided else value).contiguous().reshape(-1)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(value.element_size())
+    return int(value.view(bits or torch.uint8).sum(dtype=torch.int64))

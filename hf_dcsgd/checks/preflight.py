@@ -1,164 +1,141 @@
-"""All that is looked at before a run may spend anything: kinds of arguments, then gradients, padding, independence.
+"""What is looked at before a run may spend anything, on synthetic rows of the shape of its data.
 
-The checks run the trainer's own forward on made-up examples of the shape of its data; padding, order and the collator
-are tried on a few real rows. Nothing is charged by them, and nothing is kept of them but that they passed.
+| what must hold                                                    | found otherwise                                   |
+|-------------------------------------------------------------------|---------------------------------------------------|
+| norms and clipped sum agree with autograd                         | a rule or a hook that is wrong: `ParityError`     |
+| the forward writes nothing into the model                         | running statistics: `UnsupportedModelError`       |
+| an example's clipped gradient is the same alone and in company    | any coupling of examples: `BatchCouplingError`    |
+| a stack gives the same losses again after another one             | state kept between batches: `BatchCouplingError`  |
+| random numbers belong to one example each                         | LayerDrop and the like: `BatchCouplingError`      |
+
+Nothing is charged, and nothing is kept but that the checks passed. During training `step.py` goes on looking.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_dcsgd.checks.forward_writes import refuse_forward_writes
-from hf_dcsgd.checks.padding import batch_size_of, padded_and_bare, require_padding_invariance
-from hf_dcsgd.checks.parity import check_independence, check_order, check_parity, dropout_off, synthetic_like
-from hf_dcsgd.data.loading import Batch, EmptyAware, batch_length, cut, require_separate_rows
-from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.privacy.sampling import map_style_length
-from hf_dcsgd.tasks.losses import require_separable_losses, unwrapped_model
+from hf_dcsgd.checks.forward_writes import ForwardWrites
+from hf_dcsgd.checks.independence import COUPLED, LossAndNorm, require_agreement
+from hf_dcsgd.checks.parity import check_parity
+from hf_dcsgd.checks.random_tape import Order, RandomTape
+from hf_dcsgd.data.rows import Batch, batch_length, stack, take_row
+from hf_dcsgd.data.synthetic import synthetic_like
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
+
+if TYPE_CHECKING:
+    from hf_dcsgd.step import PrivateStep
 
 logger = logging.getLogger(__name__)
 
-LOOKED_AT_ROWS = 32  # among so many there will be two of unequal length, if there are any
+_ROWS = 3
+# How far the clipped sum of a stack may lie from that of its rows run alone, in units of the threshold.
+_TOLERANCE = 1e-3
 
 
-def require_kinds(args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Any) -> None:
-    """Things of the wrong kind, before transformers takes them apart."""
-    given = {**dict(zip(("model", "args", "data_collator", "train_dataset"), args, strict=False)), **kwargs}
-    model = given.get("model")
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
-    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError("expected a model with weights, got one on the meta device")
-    for name, function in (("data_collator", given.get("data_collator")), ("per_example_loss_func", loss)):
-        if function is not None and not callable(function):
-            raise TypeError(f"expected {name} to be callable, got {function!r}")
-    smoothing = getattr(given.get("args"), "label_smoothing_factor", 0)
-    if smoothing and isinstance(model, nn.Module) and not hasattr(model, "config"):
-        raise ValueError(
-            f"label_smoothing_factor={smoothing:g} needs a transformers model; {type(model).__name__} has no config. "
-            "Smooth the labels in a per_example_loss_func"
-        )
-    if given.get("train_dataset") is not None:
-        map_style_length(given["train_dataset"])
+def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int, ...] = ()) -> None:
+    """Run all checks of this module on synthetic rows; raise before anything is charged.
 
-
-def check_before_training(trainer: Any) -> None:
-    """Ghost norms against autograd, and that no example moves another; raises before anything is charged."""
-    rows, collate = _rows_and_collator(trainer)
-    tolerance = 5e-2 if trainer.args.bf16 else 1e-3
-    with trainer._private_randomness():
-        collated = trainer._prepare_inputs(collate([rows[0], rows[1 % len(rows)]]))
-        require_separate_rows(collate, *(rows[len(rows) * k // 3] for k in range(3)))
-    special = tuple(getattr(trainer.processing_class, "all_special_ids", None) or ())
-    batch, clipper = synthetic_like(trainer.model, collated, special), trainer.clipper
-    trainer.model.eval()
+    Args:
+        step: The private step as training will run it.
+        row: One collated row, for the shapes of its entries.
+        keep_tokens: Special tokens that stay where they are in synthetic rows.
+    """
+    clipper, model = step.clipper, step.model
+    batch = step.on_device(synthetic_like(model, row, _ROWS, keep_tokens))
+    model.eval()
     try:
-        with trainer.compute_loss_context_manager(), trainer._private_randomness():
+        with step.randomness():
             with torch.no_grad():
-                if not trainer._losses(batch)[0].isfinite().all():
-                    # A model that cannot make anything of made-up examples. What the trainer's clipper finds out is
-                    # written down, so that another one looks at real ones.
-                    batch, clipper = collated, GhostClipper(trainer.model)
-            check_parity(clipper, lambda: trainer._losses(batch)[0], tolerance)
-            _check_padding(trainer, tolerance)
-            _check_order(trainer, tolerance)
-            if trainer.per_example_loss_func is not None:
-                model_inputs, labels = trainer._split(batch)
-                with torch.no_grad():
-                    outputs = trainer._forward(model_inputs)
-                require_separable_losses(trainer.per_example_loss_func, outputs, labels, batch_length(batch))
-            _check_independence(trainer, batch, tolerance)
-            _check_train_mode(trainer, clipper, batch, tolerance)
+                if not step.losses(batch).isfinite().all():
+                    # The model makes nothing of synthetic rows. What a clipper learns from a real one must not be
+                    # recorded, so it is not the one that trains.
+                    batch = step.on_device(_repeated(row))
+                    clipper = GhostClipper(model)
+            check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch))
+            _check_rows_are_independent(step, clipper, batch)
+            step.train()
+            with clipper, ForwardWrites(model).refused_by_value():
+                clipper.norms(step.losses(batch))
+            _check_rows_are_independent(step, clipper, batch)
+            _check_nothing_is_remembered(step, batch)
     finally:
-        trainer._train_mode()
-        trainer.clipper.verify_again()  # on real examples, too
-    if trainer.clipper.slow_parameters:
+        step.train()
+        step.clipper.verify_again()  # on real examples, too
+    if step.clipper.slow_parameters:
         logger.warning(
             "exact but slow, one backward pass per example (no module call shows what each example adds to these "
             "parameters; freeze them to avoid it): %s",
-            ", ".join(sorted(trainer.clipper.slow_parameters)),
+            ", ".join(sorted(step.clipper.slow_parameters)),
         )
 
 
-def _check_train_mode(trainer: Any, clipper: GhostClipper, batch: Batch, tolerance: float) -> None:
-    """As training will run it: nothing may be written into the model; examples are independent, dropout aside."""
-    trainer._train_mode()
-    with clipper:
-        with refuse_forward_writes(trainer.model):
-            losses = trainer._losses(batch)[0]
-        clipper.norms(losses)
-    with dropout_off(trainer.model):
-        if torch.equal(trainer._losses(batch)[0], trainer._losses(batch)[0]):
-            _check_independence(trainer, batch, tolerance)
+def _repeated(row: Batch) -> Batch:
+    return stack([row] * _ROWS)[0]
 
 
-def _check_independence(trainer: Any, batch: Batch, tolerance: float) -> None:
-    """Losses alone and within a batch; left out where some input has no row per example to be cut by."""
-    if _has_rows_only(batch):
-        together, *alone = (trainer._losses(inputs)[0].detach() for inputs in (batch, *cut(batch, 1)))
-        check_independence(together, torch.cat(alone), tolerance)
+def _parity_tolerance(step: PrivateStep, batch: Batch) -> float:
+    with torch.no_grad():
+        return step.tolerance(step.losses(batch))
 
 
-def _has_rows_only(batch: Batch) -> bool:
-    n = batch_length(batch)
-    return all(len(value) == n for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0)
+def _check_rows_are_independent(step: PrivateStep, clipper: GhostClipper, batch: Batch) -> None:
+    """Compare the clipped sum of the stack with those of its rows alone, each under its own random numbers."""
+    try:
+        _compare_with_rows_alone(step, clipper, batch)
+    except BatchCouplingError:
+        if step.draw_order is Order.ROW_MINOR:
+            raise
+        step.draw_order = Order.ROW_MINOR
+        _compare_with_rows_alone(step, clipper, batch)
 
 
-def _check_padding(trainer: Any, tolerance: float) -> None:
-    rows, collate = _rows_and_collator(trainer)
-    config = getattr(unwrapped_model(trainer.model), "config", None)
-    example = padded_and_bare(collate, _some_rows(rows), getattr(config, "is_encoder_decoder", False))
-    if example is not None:
+def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Batch) -> None:
+    rows = batch_length(batch)
+    tape = RandomTape(rows, step.draw_order)
+    if step.recomputes:  # the backward would draw once more
         with torch.no_grad():
-            padded, bare = (trainer._losses(trainer._prepare_inputs(inputs))[0] for inputs in example)
-        require_padding_invariance(padded, bare, tolerance)
-
-
-def _check_order(trainer: Any, tolerance: float) -> None:
-    """Norms of the shortest and the longest of some rows, in either order; left out where the forward is random."""
-    rows, collate = _rows_and_collator(trainer)
-
-    def collated(*chosen: Any) -> Batch:
-        copies = [copy.deepcopy(row) for row in chosen]  # collators may write into rows
-        return trainer._prepare_inputs(collate(copies))
-
-    by_size = sorted(_some_rows(rows), key=lambda row: batch_size_of(collated(row)))
-    batch = collated(by_size[0], by_size[-1])
-    if not _has_rows_only(batch):
+            with tape.record():
+                losses = step.losses(batch)
+            for row in range(rows):
+                with tape.play(row):
+                    alone = LossAndNorm(step.losses(take_row(batch, row))[0], None)
+                require_agreement(alone, LossAndNorm(losses[row], None), 1.0, step.tolerance(losses))
         return
-    reversed_batch = {name: _reversed(value) for name, value in batch.items()}
-    clipper = GhostClipper(trainer.model)  # not the trainer's, which must not learn from real examples yet
-    # It finds out where examples are in two of the same, whose order does not matter.
-    _norms(trainer, clipper, collated(by_size[0], by_size[0]))
-    norms, again, reversed_norms = (_norms(trainer, clipper, inputs) for inputs in (batch, batch, reversed_batch))
-    if norms.isfinite().all() and torch.equal(norms, again):
-        check_order(norms, reversed_norms, tolerance)
-
-
-def _rows_and_collator(trainer: Any) -> tuple[Any, EmptyAware]:
-    rows, collate = trainer._rows_and_collator()
-    return rows, EmptyAware(collate)
-
-
-def _reversed(value: Any) -> Any:
-    """Two rows in the other order; a number for the whole batch as it is."""
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return value.flip(0)
-    return value[::-1] if isinstance(value, list) and len(value) == 2 else value
-
-
-def _norms(trainer: Any, clipper: GhostClipper, batch: Batch) -> Tensor:
+    together = clipper.zeros()
     with clipper:
-        return clipper.norms(trainer._losses(batch)[0])
+        with tape.record():
+            losses = step.losses(batch)
+        norms = clipper.norms(losses)
+        threshold = norms.min().clamp(min=1e-12)
+        factors = (threshold / norms).clamp(max=1.0)
+        clipper.accumulate(factors, together)
+    alone = clipper.zeros()
+    for row in range(rows):
+        with clipper:
+            with tape.play(row):
+                loss = step.losses(take_row(batch, row))
+            clipper.norms(loss)
+            clipper.accumulate(factors[row : row + 1], alone)
+    allowed = max(_TOLERANCE, 0.1 * step.tolerance(losses)) * rows * float(threshold)
+    if not float((together - alone).norm()) <= allowed + 1e-7:
+        raise BatchCouplingError(COUPLED)
 
 
-def _some_rows(rows: Any) -> list[Any]:
-    """From all over the data set: it may be sorted by length."""
-    count = min(len(rows), LOOKED_AT_ROWS)
-    return [rows[len(rows) * k // count] for k in range(count)]
+def _check_nothing_is_remembered(step: PrivateStep, batch: Batch) -> None:
+    """Run a stack, then others, then the first again under the same random numbers: it must give the same losses."""
+    tape = RandomTape(batch_length(batch), step.draw_order)
+    others = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    with torch.no_grad():
+        with tape.record():
+            first = step.losses(batch)
+        for inputs in (take_row(others, 0), others):
+            step.losses(inputs)
+        with tape.play():
+            again = step.losses(batch)
+    if not torch.allclose(first, again, rtol=1e-5, atol=1e-6, equal_nan=True):
+        raise BatchCouplingError(COUPLED)

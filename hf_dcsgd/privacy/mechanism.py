@@ -44,6 +44,7 @@ class NoisyRelease:
 
     noisy_gradient: torch.Tensor
     noisy_loss: float | None
+    noisy_side: np.ndarray | None
     values: Released
 
 
@@ -150,10 +151,17 @@ class DPMechanism:
         noisy_gradient = parts["gradient"].div_(self.plan.expected_batch_size)
         noisy_loss = parts["loss"].item() / self.plan.expected_batch_size if "loss" in parts else None
         # Last: the sensitivity above was that of the threshold which this batch was clipped with.
-        self.threshold.update(parts["side"].cpu().numpy().astype(np.float64) if "side" in parts else None)
+        noisy_side = parts["side"].cpu().numpy().astype(np.float64) if "side" in parts else None
+        self.threshold.update(noisy_side)
         self._step += 1
         self._released += 1
-        return NoisyRelease(noisy_gradient, noisy_loss, self.threshold.released_values())
+        return NoisyRelease(noisy_gradient, noisy_loss, noisy_side, self.threshold.released_values())
+
+    def abandon(self) -> None:
+        """Charge the logical batch under way and forget it without a release: that it failed depends on the data."""
+        if not self.exhausted:
+            self._charge()
+        self.discard()
 
     def discard(self) -> None:
         """Forget the logical batch under way; the caller must forget its clipped sum as well."""

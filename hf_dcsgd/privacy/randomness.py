@@ -10,8 +10,8 @@ differs by that record's own part.
 *How much is drawn.* Transformers writes the global states into every checkpoint: how far they have moved would give
 away the sizes of the private draws.
 
-Guarantee. Inside a `private_randomness` block, the global states of `random`, `numpy` and `torch` are seeded by the
-operating system. After it they are a function of those before it, whatever was drawn inside. Noise and sampling have
+**Guarantee.** Inside a `private_randomness` block, the global states of `random`, `numpy` and `torch` are seeded by the
+operating system. After it they are what they were before it, whatever was drawn inside. Noise and sampling have
 generators of their own and are not touched.
 """
 
@@ -27,14 +27,14 @@ import torch
 
 
 @contextmanager
-def private_randomness(device: torch.device, *, reproducible: bool = False) -> Iterator[None]:
-    """Fresh global states inside, and the old ones after it, moved on by one draw.
+def private_randomness(device: torch.device, unsafe_seed: int | None = None) -> Iterator[None]:
+    """Give the block fresh global random states, and put the old ones back after it.
 
-    `reproducible` takes the fresh states from that draw, and so from the public seed: for runs whose noise has a fixed
-    seed too, which have no guarantee.
+    Args:
+        device: The accelerator whose state is taken care of too.
+        unsafe_seed: Makes the block repeatable, for runs whose noise has a fixed seed and which have no guarantee.
     """
-    drawn = int(torch.randint(2**62, ()))
-    seed = drawn if reproducible else secret_seed()
+    seed = secret_seed() if unsafe_seed is None else unsafe_seed % 2**62
     python_state, numpy_state = random.getstate(), np.random.get_state()
     accelerators = [] if device.type in ("cpu", "mps") else [device.index or 0]
     mps_state = torch.mps.get_rng_state() if device.type == "mps" else None
@@ -55,5 +55,5 @@ def private_randomness(device: torch.device, *, reproducible: bool = False) -> I
 
 
 def secret_seed() -> int:
-    """62 bits from the operating system."""
+    """Draw 62 bits from the operating system."""
     return int.from_bytes(os.urandom(8), "little") >> 2

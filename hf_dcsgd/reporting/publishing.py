@@ -25,7 +25,6 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import hf_api
 from transformers.utils.hub import PushInProgress
 
-from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.reporting import model_card, report
 from hf_dcsgd.training_args import DCSGDTrainingArguments
@@ -39,8 +38,8 @@ class PublishingTrainer(Trainer):
     args: DCSGDTrainingArguments
     model: nn.Module
     plan: PrivacyPlan | None
-    clipper: GhostClipper | None
-    _layers: str | None = None
+    step: Any
+    _layers: str
     _run_dir: Path | None = None
     _run_started: bool = False
 
@@ -69,14 +68,14 @@ class PublishingTrainer(Trainer):
         self._run_dir, self._run_started = run_dir, True
         if self.is_world_process_zero():
             assert self.plan is not None
-            assert self.clipper is not None
+            assert self.step is not None
             report.write_run_record(
                 run_dir,
                 plan=self.plan,
                 model=self.model,
                 trainable_layers=self._layers,
-                rules=self.clipper.rules(),
-                slow_parameters=self.clipper.slow_parameters,
+                rules=self.step.clipper.rules(),
+                slow_parameters=self.step.clipper.slow_parameters,
             )
 
     def _report_dir(self) -> Path:

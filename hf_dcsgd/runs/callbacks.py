@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ TRACE_FILENAME = "privacy_trace.jsonl"
 class PrivacyCallback(TrainerCallback, ExportableState):
     """Saves plan and mechanism with each checkpoint, and stops the loop before the step that the budget forbids.
 
-    The trainer calls `attach` when a run starts. Only released values pass through here.
+    Only released values pass through here.
+
+    Args:
+        start_run: Called with the number of steps when the loop begins; it calls `attach`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start_run: Callable[[int], None]) -> None:
+        self._start_run = start_run
         self.mechanism: DPMechanism | None = None
         self.trace_path: Path | None = None
 
@@ -36,6 +41,12 @@ class PrivacyCallback(TrainerCallback, ExportableState):
             return {"args": {}, "attributes": {}}
         saved = {"plan": self.mechanism.plan.to_dict(), "mechanism": self.mechanism.state_dict()}
         return {"args": {}, "attributes": {"saved": saved}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the private run: last of all callbacks, so that hooks that others set on gradients are seen."""
+        self._start_run(state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -80,6 +80,12 @@ def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = 
     return result
 
 
+def default_layers(model: nn.Module) -> str:
+    """Return the expression for a model where the user gave none: as it is for adapters and plain modules."""
+    has_adapters = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    return DEFAULT_LAYERS if hasattr(model, "base_model_prefix") and not has_adapters else "as_is"
+
+
 def hold_in_fp32(model: nn.Module, *, autocast: bool) -> None:
     """Half-precision parameters that are trained become fp32; without autocast the whole model does, to fit them."""
     if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):

@@ -1,0 +1,76 @@
+"""What the machine, the launcher and the way a model is loaded must be like: plain data parallelism."""
+
+from __future__ import annotations
+
+import os
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_INSTEAD = (
+    "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`, without sharding) and, for memory, "
+    "trainable_layers or LoRA"
+)
+_PIECES = "keeps every parameter in pieces and sums gradients in hooks of its own, behind the clipping and the noise"
+# What `accelerate launch` sets from its options or its configuration file.
+_SHARDING_FLAGS = {
+    "ACCELERATE_USE_FSDP": ("FSDP", _PIECES),
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "owns gradients and optimizer, so that noise cannot enter exactly once"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _PIECES),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "parallelism_config",
+        "makes several ranks share one example, so that no rank knows its gradient's norm",
+    ),
+}
+
+
+def refuse_sharding_environment() -> None:
+    """Refuse what `accelerate launch` was told about sharding, before accelerate acts on it."""
+    for flag, (name, reason) in _SHARDING_FLAGS.items():
+        if os.environ.get(flag, "false").lower() in ("true", "1", "yes", "on"):
+            raise ValueError(
+                f"{name} ({flag}={os.environ[flag]}) cannot be used for private training: it {reason}; {_INSTEAD}"
+            )
+
+
+def refuse_several_devices(n_gpu: int) -> None:
+    """Refuse `nn.DataParallel`, which transformers turns on by itself."""
+    if n_gpu > 1:
+        raise ValueError(
+            f"{n_gpu} GPUs in one process (nn.DataParallel) split batches behind the clipping; start one process per "
+            "GPU with `accelerate launch` or `torchrun`, or set CUDA_VISIBLE_DEVICES to one GPU"
+        )
+
+
+def refuse_lone_processes(world_size: int) -> None:
+    """Refuse processes that a launcher started together and that do not know of each other.
+
+    Each would train a model of its own, charged to a budget that knows nothing of the others.
+    """
+    started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
+    if started != world_size:
+        raise ValueError(
+            f"the launcher started {started} processes (WORLD_SIZE), but this one works with {world_size}: each would "
+            "train alone. On the CPU pass --use_cpu (use_cpu=True)"
+        )
+
+
+def refuse_split_model(model: nn.Module, *, is_model_parallel: bool) -> None:
+    """Refuse a model in pieces (tensor parallelism, FSDP2, a device map over several devices) or already wrapped."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"expected the model itself, got it wrapped in {type(model).__name__}, which works on batches behind the "
+            "clipping; pass model.module: the trainer does what several processes need"
+        )
+    pieces = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if pieces or getattr(model, "is_distributed_loading_by_transformers", False):
+        shown = f" ({pieces[0]} and {len(pieces) - 1} more)" if pieces else ""
+        raise ValueError(
+            f"expected a whole model on every rank, got one that was loaded in pieces{shown}: no rank has a whole "
+            f"per-example gradient; load it without distributed_config and tp_plan, {_INSTEAD}"
+        )
+    if is_model_parallel:
+        raise ValueError(
+            "expected the model on one device per process, got one spread over several "
+            f"(hf_device_map {getattr(model, 'hf_device_map', None)}); load it without device_map, {_INSTEAD}"
+        )

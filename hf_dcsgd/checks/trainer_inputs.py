@@ -1,0 +1,60 @@
+"""What is handed to `DCSGDTrainer`: things of the wrong kind, and methods that may not be replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_dcsgd.privacy.sampling import map_style_length
+
+# The guarantee rests on these methods of the trainer.
+GUARDED_METHODS = (
+    "compute_loss",
+    "get_train_dataloader",
+    "_get_train_sampler",
+    "get_batch_samples",
+    "training_step",
+)
+
+
+def refuse_overrides(trainer: object, own: type) -> None:
+    """Refuse subclasses and instances that replace a method on which the guarantee rests."""
+    for method in GUARDED_METHODS:
+        if method in vars(trainer) or getattr(type(trainer), method) is not getattr(own, method):
+            raise TypeError(
+                f"{type(trainer).__name__} overrides {method}, on which the guarantee rests; use "
+                "per_example_loss_func for another loss. The sampler is Poisson and cannot be replaced"
+            )
+
+
+def validate_inputs(
+    *,
+    model: Any,
+    data_collator: Any,
+    train_dataset: Any,
+    compute_loss_func: Any,
+    per_example_loss_func: Any,
+    label_smoothing: float,
+) -> None:
+    """Raise for things of the wrong kind, before transformers takes them apart."""
+    if compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func returns one loss for a whole batch (normalized by num_items_in_batch), which cannot be "
+            "clipped per example; pass per_example_loss_func(outputs, labels), which returns a tensor of shape (n,), "
+            "instead"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
+    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("expected a model with weights, got one on the meta device")
+    for name, function in (("data_collator", data_collator), ("per_example_loss_func", per_example_loss_func)):
+        if function is not None and not callable(function):
+            raise TypeError(f"expected {name} to be callable, got {function!r}")
+    if label_smoothing and isinstance(model, nn.Module) and not hasattr(model, "config"):
+        raise ValueError(
+            f"label_smoothing_factor={label_smoothing:g} needs a transformers model; {type(model).__name__} has no "
+            "config. Smooth the labels in a per_example_loss_func"
+        )
+    if train_dataset is not None:
+        map_style_length(train_dataset)

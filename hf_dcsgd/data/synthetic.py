@@ -1,0 +1,56 @@
+"""Synthetic rows of the shape of real ones, for checks that must not learn from private data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dcsgd.data.rows import Batch
+
+
+def synthetic_like(model: nn.Module, row: Mapping[str, Any], rows: int, keep_tokens: tuple[int, ...] = ()) -> Batch:
+    """Make a stack of `rows` synthetic rows with the shapes of a stack of one.
+
+    Tokens and numbers are random, attention is full, everything else is zero. Special tokens, those in `keep_tokens` and
+    those of the model's config, stay where they are and appear nowhere else, since some models look for them. Where
+    the vocabulary is not known, the tokens are those of the row in another order.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    vocabulary: Any = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    special = torch.tensor(sorted({*keep_tokens, *_config_tokens(model)}), dtype=torch.long)
+    made: Batch = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            made[name] = value * rows
+        elif not isinstance(value, Tensor):
+            made[name] = value
+        else:
+            value = value.repeat(rows, *[1] * (value.dim() - 1))
+            made[name] = _made_up(name, value, vocabulary, special, generator)
+    return made
+
+
+def _made_up(name: str, value: Tensor, vocabulary: int | None, special: Tensor, generator: torch.Generator) -> Tensor:
+    if value.is_floating_point():
+        return torch.rand(value.shape, generator=generator).to(value)
+    if "input_ids" in name and vocabulary is None:
+        return torch.stack([row.flatten()[torch.randperm(row.numel(), generator=generator)] for row in value]).view_as(
+            value
+        )
+    if "input_ids" in name:
+        ordinary = torch.arange(vocabulary)
+        ordinary = ordinary[~torch.isin(ordinary, special)]
+        tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)
+        return torch.where(torch.isin(value, special.to(value)), value, tokens)
+    return torch.ones_like(value) if "mask" in name else torch.zeros_like(value)
+
+
+def _config_tokens(model: nn.Module) -> list[int]:
+    """Ids of the tokens that a transformers config names (`eos_token_id` and the like)."""
+    to_dict: Any = getattr(getattr(model, "config", None), "to_dict", None)
+    named = [value for key, value in to_dict().items() if key.endswith("_token_id")] if callable(to_dict) else []
+    return [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]

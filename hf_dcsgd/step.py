@@ -1,0 +1,249 @@
+"""One private step, without a training loop around it: losses, clipped sum, release.
+
+```python
+step = PrivateStep(model, mechanism)
+for stacks in loader:                    # one Poisson draw, see `data/loading.py`
+    for stack in stacks:
+        step.accumulate(stack)           # clip each example, add to the running sum
+    step.release()                       # charge, noise, divide by B: now `param.grad` is private
+    optimizer.step()
+```
+
+**Guarantee.** Given stacks of independent rows (`data/rows.py`) from one Poisson draw, what `release` writes into
+`param.grad` is one step of the mechanism in `privacy/mechanism.py`. Until then nothing of the private sum is in
+`param.grad`, where optimizers, callbacks and hooks look. Dropout draws from secret randomness. The forward is checked
+while it runs: it may not write into the model, and now and then one row of a stack, chosen in secret, is run again
+alone and must give the same loss and gradient norm.
+
+| edge case                                | behavior                                                                |
+|------------------------------------------|-------------------------------------------------------------------------|
+| empty stack, or no stack at all          | nothing is added; the release is noise only                             |
+| a row disagrees with itself run alone    | the step is charged, `BatchCouplingError` is raised, nothing is released |
+| an example that is not finite            | adds nothing, counts in the last bin of the histogram                   |
+| gradients that user code left behind     | dropped: they were not clipped                                          |
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dcsgd.checks.forward_writes import ForwardWrites
+from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
+from hf_dcsgd.checks.random_tape import Order, RandomTape
+from hf_dcsgd.data.rows import Batch, batch_length, take_row
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
+from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
+from hf_dcsgd.privacy.randomness import private_randomness
+from hf_dcsgd.tasks.layer_selection import train_mode
+from hf_dcsgd.tasks.losses import LossFunction, checked_user_losses, per_example_losses, split_labels
+
+# One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
+_LARGEST_CHECK_RATE = 1 / 3
+_ROWS_PER_CHECK = 256
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_HALF_PRECISION_TOLERANCE = 5e-2
+
+
+class ExampleLosses:
+    """Runs a model on a batch and returns one loss per example with the outputs; labels are kept out of the forward.
+
+    The arguments are those of `PrivateStep`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction | None = None,
+        label_names: Sequence[str] | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._label_names = label_names
+        self._label_smoothing = label_smoothing
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
+        inputs, labels = split_labels(self._model, batch, self._label_names)
+        outputs = self._forward(inputs)
+        if self._loss is not None:
+            return checked_user_losses(self._loss, outputs, labels, batch_length(batch)), outputs
+        mask, smoothing = batch.get("attention_mask"), self._label_smoothing
+        losses = per_example_losses(self._model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
+        return losses, outputs
+
+    def _forward(self, inputs: Batch) -> Any:
+        try:
+            return self._model(**inputs)
+        except Exception as error:
+            shapes = [
+                f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+                for name, value in inputs.items()
+                if isinstance(value, Tensor)
+            ]
+            error.add_note(
+                f"Raised by {type(self._model).__name__} for {', '.join(shapes) or 'no tensors'}: do columns, types and "
+                "lengths fit the model, and token ids its vocabulary?"
+            )
+            raise
+
+
+class PrivateStep:
+    """Clips, sums and releases the examples of one logical batch after another: see the module's guarantee.
+
+    Args:
+        model: The model; parameters that require a gradient are trained.
+        mechanism: Charges and releases. Without one, only losses and checks are available.
+        loss: `loss(outputs, labels)` with one loss per example, for models whose loss is not known by their class.
+        label_names: Entries of a batch that are labels; by default those of the model's forward.
+        label_smoothing: As `TrainingArguments.label_smoothing_factor`, within each example.
+        device: Where the model is.
+        forward_context: Makes a context around each forward, such as autocast.
+        reproducible_from: A seed for dropout, for debugging; voids the guarantee.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mechanism: DPMechanism | None = None,
+        *,
+        loss: LossFunction | None = None,
+        label_names: Sequence[str] | None = None,
+        label_smoothing: float = 0.0,
+        device: torch.device | str = "cpu",
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        reproducible_from: int | None = None,
+    ) -> None:
+        self.model = model
+        self.mechanism = mechanism
+        self.clipper = GhostClipper(model)
+        self.draw_order = Order.ROW_MAJOR
+        self.forward_context = forward_context
+        self._losses = ExampleLosses(model, loss, label_names, label_smoothing)
+        self._device = torch.device(device)
+        self._reproducible_from = reproducible_from
+        self._random_blocks = 0
+        self._writes = ForwardWrites(model)
+        self._frozen = self._writes.frozen_checksums()
+        self._clipped_sum: Tensor | None = None
+        self._stacks_checked = 0
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Run the forward and return one loss per example."""
+        return self._losses(batch)[0]
+
+    # -- the logical batch -------------------------------------------------------------------------------------------
+
+    def accumulate(self, stack: Batch) -> Tensor:
+        """Clip each example of a stack and add it to the running sum; return the (private) sum of their losses."""
+        mechanism = self._require_mechanism()
+        rows = batch_length(stack)
+        if rows == 0:
+            return torch.zeros((), device=self._device)
+        stack = self.on_device(stack)
+        tape = RandomTape(rows, self.draw_order) if self._is_checked(rows) else None
+        with self.randomness(), self.forward_context():
+            with self.clipper:
+                with self._writes.refused(), tape.record() if tape else nullcontext():
+                    losses = self.losses(stack)
+                norms = self.clipper.norms(losses)
+                self.model.zero_grad()
+                if self._clipped_sum is None:
+                    self._clipped_sum = self.clipper.zeros()
+                self.clipper.accumulate(mechanism.clip_factors(norms, losses.detach()), self._clipped_sum)
+            if tape is not None:
+                self._check_one_row(stack, tape, losses.detach(), norms)
+        return losses.detach().sum()
+
+    def release(self) -> NoisyRelease:
+        """Complete the logical batch: charge it, add noise, and write the noisy mean gradient into `param.grad`."""
+        mechanism = self._require_mechanism()
+        clipped_sum = self.clipper.zeros() if self._clipped_sum is None else self._clipped_sum
+        self._clipped_sum = None
+        release = mechanism.release(clipped_sum.float())
+        for name, part in self.clipper.unflatten(release.noisy_gradient).items():
+            parameter = self.clipper.parameters[name]
+            parameter.grad = part.to(parameter.dtype)
+        return release
+
+    def discard(self) -> None:
+        """Forget the logical batch under way, which was neither charged nor released."""
+        if self.mechanism is not None:
+            self.mechanism.discard()
+        self._clipped_sum = None
+        self.model.zero_grad()
+
+    def _require_mechanism(self) -> DPMechanism:
+        if self.mechanism is None:
+            raise RuntimeError("expected PrivateStep to have a mechanism before examples are clipped, got None")
+        return self.mechanism
+
+    # -- the spot check ----------------------------------------------------------------------------------------------
+
+    def _is_checked(self, rows: int) -> bool:
+        """Decide in secret; the first stack of several rows is always checked."""
+        if rows < 2:
+            return False
+        rate = min(_LARGEST_CHECK_RATE, rows / _ROWS_PER_CHECK) if self._stacks_checked else 1.0
+        return secrets.randbelow(1 << 32) < rate * (1 << 32)
+
+    def _check_one_row(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+        self._stacks_checked += 1
+        row = secrets.randbelow(len(losses))
+        try:
+            alone = self.alone(stack, row, tape)
+            together = LossAndNorm(losses[row], norms[row])
+            require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
+        except BatchCouplingError:
+            self._require_mechanism().abandon()
+            self.discard()
+            raise
+
+    def alone(self, stack: Batch, row: int, tape: RandomTape) -> LossAndNorm:
+        """Run one row of a stack by itself, under the random numbers that it had in the stack."""
+        with torch.random.fork_rng([]), self.clipper:
+            with tape.play(row):
+                loss = self.losses(take_row(stack, row))
+            # Checkpointing runs the forward again within the backward, where no tape plays.
+            norm = None if self.recomputes else self.clipper.norms(loss)[0]
+        return LossAndNorm(loss.detach()[0], norm)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether gradient checkpointing is on."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+
+    def tolerance(self, losses: Tensor) -> float:
+        """How far rounding may carry a value apart that is computed alone and in a stack."""
+        if torch.is_autocast_enabled(losses.device.type) or losses.dtype not in _TOLERANCE:
+            return _HALF_PRECISION_TOLERANCE
+        in_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())
+        return _HALF_PRECISION_TOLERANCE if in_half else _TOLERANCE[losses.dtype]
+
+    # -- around it ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Set the mode that private training runs in: `model.train()`, but frozen BatchNorm stays in eval mode."""
+        train_mode(self.model)
+
+    def require_frozen_unchanged(self) -> None:
+        """Raise `UnsupportedModelError` where a buffer or a frozen parameter is not what it was at the start."""
+        self._writes.refuse_changes(self._frozen)
+
+    def randomness(self) -> AbstractContextManager[None]:
+        """Seed the global generators in secret within a block, and leave them as they were after it."""
+        self._random_blocks += 1
+        seed = self._reproducible_from
+        return private_randomness(self._device, None if seed is None else hash((seed, self._random_blocks)))
+
+    def on_device(self, batch: Mapping[str, Any]) -> Batch:
+        """Move the tensors of a batch to where the model is."""
+        return {
+            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
