@@ -87,8 +87,8 @@ class ExampleLosses:
                 if isinstance(value, Tensor)
             ]
             error.add_note(
-                f"Raised by {type(self._model).__name__} for {', '.join(shapes) or 'no tensors'}: do columns, types and "
-                "lengths fit the model, and token ids its vocabulary?"
+                f"Raised by {type(self._model).__name__} for {', '.join(shapes) or 'no tensors'}: do columns, types "
+                "and lengths fit the model, and token ids its vocabulary?"
             )
             raise
 
@@ -105,6 +105,7 @@ class PrivateStep:
         device: Where the model is.
         forward_context: Makes a context around each forward, such as autocast.
         reproducible_from: A seed for dropout, for debugging; voids the guarantee.
+        spot_checks: Whether rows are run again alone now and then; off only for audits, which measure coupling.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PrivateStep:
         device: torch.device | str = "cpu",
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reproducible_from: int | None = None,
+        spot_checks: bool = True,
     ) -> None:
         self.model = model
         self.mechanism = mechanism
@@ -131,6 +133,7 @@ class PrivateStep:
         self._writes = ForwardWrites(model)
         self._frozen = self._writes.frozen_checksums()
         self._clipped_sum: Tensor | None = None
+        self._spot_checks = spot_checks
         self._stacks_checked = 0
 
     def losses(self, batch: Batch) -> Tensor:
@@ -187,7 +190,7 @@ class PrivateStep:
 
     def _is_checked(self, rows: int) -> bool:
         """Decide in secret; the first stack of several rows is always checked."""
-        if rows < 2:
+        if rows < 2 or not self._spot_checks:
             return False
         rate = min(_LARGEST_CHECK_RATE, rows / _ROWS_PER_CHECK) if self._stacks_checked else 1.0
         return secrets.randbelow(1 << 32) < rate * (1 << 32)

@@ -1,8 +1,9 @@
 """`DCSGDTrainer`: an adapter between the loop of the Hugging Face `Trainer` and one private step.
 
-Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where batches
-come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`, see `step.py`),
-and what may be logged (`log`: released values only). What is written to disk or pushed is in `reporting/publishing.py`.
+Transformers keeps the loop, accelerate the devices and the accumulation. This file replaces three things: where
+batches come from (`get_train_dataloader`, `get_batch_samples`: Poisson draws), what a step does (`training_step`, see
+`step.py`), and what may be logged (`log`: released values only). What is written to disk or pushed is in
+`reporting/publishing.py`.
 
 What is assumed of transformers beyond its public interface is listed in `tests/test_transformers_surface.py`.
 """
@@ -182,8 +183,8 @@ class DCSGDTrainer(PublishingTrainer):
             num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
 
-    def make_step(self) -> PrivateStep:
-        """Make the private step for the present model, without a mechanism yet."""
+    def make_step(self, *, spot_checks: bool = True) -> PrivateStep:
+        """Make the private step for the present model, without a mechanism yet; audits switch its spot checks off."""
         loss, label_names, label_smoothing = self._loss_settings()
         return PrivateStep(
             self.model,
@@ -193,6 +194,7 @@ class DCSGDTrainer(PublishingTrainer):
             device=self.args.device,
             forward_context=self.compute_loss_context_manager,
             reproducible_from=self.args.unsafe_noise_seed,
+            spot_checks=spot_checks,
         )
 
     def _loss_settings(self) -> tuple[LossFunction | None, list[str] | None, float]:

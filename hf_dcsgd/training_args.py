@@ -15,10 +15,10 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, STRATEGY_OPTIONS, PrivacyPlan
-from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.validation import require_count
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import DRAWS, noise_findings
 from hf_dcsgd.audit.probe import canary, direction, opposed_background, probe_trainer
 from hf_dcsgd.audit.replay import ledger_findings, replay_findings, sampler_findings
+from hf_dcsgd.data.rows import fetch_row
 from hf_dcsgd.trainer import DCSGDTrainer
 
 __all__ = ["AuditReport", "Finding", "audit_strategy", "audit_trainer", "probe_canaries"]
@@ -80,5 +81,5 @@ def audit_strategy(clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int
 
 
 def _first_rows(trainer: DCSGDTrainer, count: int) -> list[Any]:
-    rows, _ = trainer._rows_and_collator()
-    return [rows[k] for k in range(min(count, len(rows)))]
+    rows, _ = trainer.rows_and_collator()
+    return [fetch_row(rows, k) for k in range(min(count, len(rows)))]

@@ -9,20 +9,14 @@ confidence 1 − α, that exceeds the claim refutes the claim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 from hf_dcsgd.audit.findings import Finding
 from hf_dcsgd.audit.probe import canary, opposed_background
-from hf_dcsgd.audit.replay import (
-    collated,
-    fresh_mechanism,
-    logical_step,
-    prepared,
-    released_gradient,
-    watched_side,
-)
+from hf_dcsgd.audit.replay import Subject, prepared
 from hf_dcsgd.trainer import DCSGDTrainer
 
 CONFIDENCE_ALPHA = 1e-3
@@ -65,31 +59,30 @@ def fit_and_judge(without: np.ndarray, with_canary: np.ndarray) -> Distinguisher
     )
 
 
-def observe(trainer: DCSGDTrainer, micro_batches: list[dict], trials: int) -> np.ndarray:
-    """What an adversary sees of `trials` steps from the same first threshold: gradient and side value."""
-    mechanism = fresh_mechanism(trainer)
-    side = watched_side(mechanism)
+def observe(subject: Subject, micro_batches: list[list[Any]], trials: int) -> np.ndarray:
+    """Collect what an adversary sees of `trials` steps from the same first threshold: gradient and side value."""
+    mechanism = subject.new_mechanism()
     start = mechanism.threshold.state_dict()
+    stacks = subject.stacks(micro_batches)
     seen = []
     for _ in range(trials):
         mechanism.threshold.load_state_dict(start)
-        logical_step(trainer, micro_batches, mechanism)
-        seen.append(np.concatenate([released_gradient(trainer).numpy(), side.pop()]))
+        release = subject.logical_step(stacks, mechanism)
+        side = np.zeros(0) if release.noisy_side is None else release.noisy_side
+        seen.append(np.concatenate([subject.released_sum(release).numpy(), side]))
     return np.stack(seen)
 
 
 def distinguishing_findings(trainer: DCSGDTrainer, trials: int = TRIALS) -> list[Finding]:
-    """L2 on the audit's own trainer: a canary of huge norm against an opposed background."""
-    with prepared(trainer):
-        plan = trainer.plan
-        assert plan is not None
+    """Run L2 on the audit's own trainer: a canary of huge norm against an opposed background."""
+    with prepared(trainer) as subject:
         micro_batches = trainer.args.gradient_accumulation_steps
         rows = opposed_background()
         shards = [rows[k::micro_batches] for k in range(micro_batches)]
         arms = [shards, [*shards[:-1], [*shards[-1], canary()]]]
-        without, with_canary = (observe(trainer, [collated(trainer, shard) for shard in arm], trials) for arm in arms)
+        without, with_canary = (observe(subject, arm, trials) for arm in arms)
         judged = fit_and_judge(without, with_canary)
-    claimed = 1 / plan.noise_multiplier
+    claimed = 1 / subject.plan.noise_multiplier
     bound = judged.mu_lower_bound()
     detail = f"{bound / claimed:.2f} of the claim, {trials} trials per arm"
     return [

@@ -15,8 +15,10 @@ from scipy import stats
 from torch import Tensor
 
 from hf_dcsgd.audit.findings import Finding
-from hf_dcsgd.audit.replay import fresh_mechanism, logical_step, prepared, released_gradient, watched_side
+from hf_dcsgd.audit.replay import Subject, prepared
+from hf_dcsgd.data.rows import fetch_row
 from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.trainer import DCSGDTrainer
 
 DRAWS = 1_000_000
@@ -25,30 +27,25 @@ _MANY_BINS = 50_000
 
 
 def noise_findings(trainer: DCSGDTrainer, draws: int = DRAWS) -> list[Finding]:
-    """Standard deviation against σ_T·C and σ_H, Kolmogorov–Smirnov, and no number used twice."""
-    with prepared(trainer):
-        mechanism = fresh_mechanism(trainer)
-        steps = [_noise_of_a_step(trainer, mechanism) for _ in range(_steps_for(trainer, draws))]
+    """Compare the noise with σ_T·C and σ_H: scale, Kolmogorov–Smirnov, and no number used twice."""
+    with prepared(trainer) as subject:
+        mechanism = subject.new_mechanism()
+        count = max(2, math.ceil(draws / subject.plan.num_parameters))
+        steps = [_noise_of_a_step(subject, mechanism) for _ in range(count)]
         findings = _normal_findings("gradient", torch.cat(steps))
-        findings += _uniqueness_findings(trainer, steps)
-        findings.append(_seed_finding("noise", lambda: _noise_of_a_step(trainer, fresh_mechanism(trainer))))
-        findings.append(_seed_finding("dropout", lambda: _random_numbers_of_a_step(trainer)))
-        if trainer.is_world_process_zero() and trainer.args.world_size == 1:
-            findings += _side_findings(trainer, draws)
+        findings += _uniqueness_findings(subject, steps)
+        findings.append(_seed_finding("noise", lambda: _noise_of_a_step(subject, subject.new_mechanism())))
+        row = fetch_row(trainer.rows_and_collator()[0], 0)
+        findings.append(_seed_finding("dropout", lambda: _random_numbers_of_a_step(subject, row)))
+        if subject.world_size == 1:
+            findings += _side_findings(subject.plan, draws)
     return findings
 
 
-def _steps_for(trainer: DCSGDTrainer, draws: int) -> int:
-    assert trainer.plan is not None
-    return max(2, math.ceil(draws / trainer.plan.num_parameters))
-
-
-def _noise_of_a_step(trainer: DCSGDTrainer, mechanism: DPMechanism) -> Tensor:
-    """The noise in the gradient of an empty step, in units of the promised standard deviation."""
-    assert trainer.plan is not None
-    scale = trainer.plan.grad_noise_multiplier * mechanism.threshold.sensitivity
-    logical_step(trainer, [{} for _ in range(trainer.args.gradient_accumulation_steps)], mechanism)
-    return released_gradient(trainer) / scale
+def _noise_of_a_step(subject: Subject, mechanism: DPMechanism) -> Tensor:
+    """Return the noise in the gradient of an empty step, in units of the promised standard deviation."""
+    scale = subject.plan.grad_noise_multiplier * mechanism.threshold.sensitivity
+    return subject.released_sum(subject.logical_step([], mechanism)) / scale
 
 
 def _normal_findings(name: str, values: Tensor) -> list[Finding]:
@@ -64,10 +61,10 @@ def _normal_findings(name: str, values: Tensor) -> list[Finding]:
     ]
 
 
-def _uniqueness_findings(trainer: DCSGDTrainer, steps: list[Tensor]) -> list[Finding]:
+def _uniqueness_findings(subject: Subject, steps: list[Tensor]) -> list[Finding]:
     """Neither two steps nor two tensors of a step may share their noise."""
     repeated_steps = sum(torch.equal(a, b) for a, b in pairwise(steps))
-    sizes = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
+    sizes = [p.numel() for p in subject.step.clipper.parameters.values()]
     heads = [tuple(part[: min(sizes)].tolist()) for part in steps[0].split(sizes)]
     return [
         Finding("steps with the noise of the step before", float(repeated_steps), 0.0),
@@ -75,21 +72,14 @@ def _uniqueness_findings(trainer: DCSGDTrainer, steps: list[Tensor]) -> list[Fin
     ]
 
 
-def _random_numbers_of_a_step(trainer: DCSGDTrainer) -> Tensor:
-    """What a model would draw for dropout within a step."""
-    seen = []
-
-    def draw(inputs: Any) -> Tensor:
-        seen.append(torch.rand(8))
-        return torch.zeros(())
-
-    trainer.__dict__["_clip_and_accumulate"] = draw
+def _random_numbers_of_a_step(subject: Subject, row: Any) -> Tensor:
+    """Return what a model would draw for dropout within a step."""
+    seen: list[Tensor] = []
+    handle = subject.step.model.register_forward_pre_hook(lambda module, inputs: seen.append(torch.rand(8)))
     try:
-        one_example = {"input": torch.zeros(1, 1)}
-        batches = [one_example for _ in range(trainer.args.gradient_accumulation_steps)]
-        logical_step(trainer, batches, fresh_mechanism(trainer))
+        subject.logical_step(subject.stacks([[row]]), subject.new_mechanism())
     finally:
-        del trainer.__dict__["_clip_and_accumulate"]
+        handle.remove()
     return seen[0]
 
 
@@ -104,19 +94,14 @@ def _seed_finding(what: str, drawn: Callable[[], Tensor]) -> Finding:
     return Finding(f"{what} repeats under the public seed", float(torch.equal(*seen)), 0.0)
 
 
-def _side_findings(trainer: DCSGDTrainer, draws: int) -> list[Finding]:
-    """The side value's noise; a histogram gets many more bins, so that few steps give enough numbers."""
-    plan = trainer.plan
-    assert plan is not None
+def _side_findings(plan: PrivacyPlan, draws: int) -> list[Finding]:
+    """Look at the side value's noise; a histogram gets many more bins, so that few steps give enough numbers."""
     many_bins = {"histogram_bins": _MANY_BINS} if "histogram_bins" in plan.settings else {}
-    plan = dataclasses.replace(plan, num_parameters=1, settings={**plan.settings, **many_bins})
-    mechanism = DPMechanism(plan)
+    mechanism = DPMechanism(dataclasses.replace(plan, num_parameters=1, settings={**plan.settings, **many_bins}))
     query = mechanism.threshold.side_query
     if query is None:
         return []
-    seen = watched_side(mechanism)
-    nothing = torch.zeros(plan.num_parameters)
-    for _ in range(math.ceil(min(draws, 20_000 * query.size) / query.size)):
-        mechanism.release(nothing)
-    values = torch.from_numpy(np.concatenate(seen)) / (query.sensitivity * query.noise_multiplier)
-    return _normal_findings("side value", values)
+    steps = math.ceil(min(draws, 20_000 * query.size) / query.size)
+    seen = [release.noisy_side for release in (mechanism.release(torch.zeros(1)) for _ in range(steps))]
+    values = torch.from_numpy(np.concatenate([side for side in seen if side is not None]))
+    return _normal_findings("side value", values / (query.sensitivity * query.noise_multiplier))

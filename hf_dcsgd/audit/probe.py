@@ -85,6 +85,6 @@ def probe_trainer(output_dir: str, clipping: str, dimensions: int = DIMENSIONS, 
     return DCSGDTrainer(
         LinearModel(dimensions),
         DCSGDTrainingArguments(output_dir, **settings),
-        train_dataset=[direction(1.0) for _ in range(10 * EXPECTED_BATCH_SIZE)],
+        train_dataset=[direction(1.0, dimensions=dimensions)] * (10 * EXPECTED_BATCH_SIZE),
         per_example_loss_func=linear_losses,
     )

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from hf_dcsgd.audit.findings import Finding
-from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.data.rows import Batch, RowCollator
 from hf_dcsgd.privacy.accounting import combined_noise_multiplier, epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
-from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
+from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.trainer import DCSGDTrainer
 
 _RELATIVE_SLACK = 1e-5
@@ -60,93 +62,90 @@ class Recording:
         return bool(self.gradient.isfinite().all() and self.side.isfinite().all())
 
 
+@dataclass(frozen=True)
+class Subject:
+    """What an audit works on: the private step of a trainer, its plan, its collator and its place among the ranks."""
+
+    step: PrivateStep
+    plan: PrivacyPlan
+    collate: RowCollator
+    rank: int
+    world_size: int
+
+    def new_mechanism(self, noise: NoiseSource | None = None) -> DPMechanism:
+        """Make a mechanism at its first step, which charges nothing: the audit releases nothing."""
+        return DPMechanism(
+            self.plan,
+            noise=noise,
+            all_reduce=torch.distributed.all_reduce if self.world_size > 1 else None,
+            is_main_process=self.rank == 0,
+        )
+
+    def stacks(self, micro_batches: Sequence[Sequence[Any]]) -> list[Batch]:
+        """Collate and stack rows as training does, in the precision of the model."""
+        dtype = next(self.step.model.parameters()).dtype
+        return [
+            {
+                name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+                for name, value in stack.items()
+            }
+            for rows in micro_batches
+            for stack in self.collate(list(rows))
+        ]
+
+    def logical_step(self, stacks: Sequence[Batch], mechanism: DPMechanism) -> NoisyRelease:
+        """Run one logical batch through the private step."""
+        self.step.mechanism = mechanism
+        self.step.discard()
+        for stack in stacks:
+            self.step.accumulate(stack)
+        return self.step.release()
+
+    def released_sum(self, release: NoisyRelease) -> Tensor:
+        """Undo the division by the public batch size: the noised sum."""
+        return release.noisy_gradient.double() * self.plan.expected_batch_size
+
+
 @contextlib.contextmanager
-def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[None]:
-    """The trainer ready to step outside of its loop: clipper made, dropout off, its own state put back afterwards."""
-    saved = (trainer.clipper, trainer.mechanism, trainer.plan)
+def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[Subject]:
+    """Make a trainer's step ready outside of its loop, with dropout off; the trainer is left as it was."""
     model = trainer.model
     # An audit's steps are few and odd on purpose: advice on how to set the histogram would drown the findings.
-    advice = logging.getLogger("hf_dcsgd.clipping.dc_sgd")
+    advice = logging.getLogger("hf_dcsgd.clipping")
     level = advice.level
     advice.setLevel(logging.ERROR)
     try:
         if double:
             model.double()
-        trainer.plan = trainer.plan or trainer._make_plan()
-        trainer.__dict__["_train_mode"] = model.eval
         model.eval()
-        trainer.clipper = GhostClipper(model)
-        yield
+        yield Subject(
+            trainer.make_step(spot_checks=False),
+            trainer.plan or trainer.make_plan(),
+            RowCollator(trainer.rows_and_collator()[1]),
+            trainer.args.process_index,
+            trainer.args.world_size,
+        )
     finally:
-        trainer.__dict__.pop("_train_mode", None)
-        trainer.clipper, trainer.mechanism, trainer.plan = saved
         if double:
             model.float()
         model.zero_grad()
         advice.setLevel(level)
 
 
-def logical_step(trainer: DCSGDTrainer, micro_batches: Sequence[Any], mechanism: DPMechanism) -> None:
-    """One logical batch through `training_step`, as the training loop would do it."""
-    trainer.mechanism = mechanism
-    trainer.model.zero_grad()
-    for k, micro_batch in enumerate(micro_batches):
-        trainer.accelerator.gradient_state._set_sync_gradients(k == len(micro_batches) - 1)
-        trainer.training_step(trainer.model, micro_batch)
-
-
-def released_gradient(trainer: DCSGDTrainer) -> Tensor:
-    """What the optimizer would see, times the public batch size: the noised sum."""
-    assert trainer.plan is not None
-    grads = [p.grad for p in trainer.model.parameters() if p.requires_grad]
-    return torch.cat([g.flatten() for g in grads if g is not None]).double() * trainer.plan.expected_batch_size
-
-
-def fresh_mechanism(trainer: DCSGDTrainer, noise: NoiseSource | None = None) -> DPMechanism:
-    """A mechanism of the trainer's plan at its first step, which charges nothing: the audit releases nothing."""
-    assert trainer.plan is not None
-    several = trainer.args.world_size > 1
-    return DPMechanism(
-        trainer.plan,
-        noise=noise,
-        all_reduce=torch.distributed.all_reduce if several else None,
-        is_main_process=trainer.is_world_process_zero(),
-    )
-
-
-def record_step(trainer: DCSGDTrainer, micro_batches: Sequence[Any]) -> Recording:
-    """One step on these rows without noise, from the plan's first threshold."""
+def record_step(subject: Subject, micro_batches: Sequence[Sequence[Any]]) -> Recording:
+    """Run one step on these rows without noise, from the plan's first threshold."""
     noise = SilentNoise()
-    mechanism = fresh_mechanism(trainer, noise)
+    mechanism = subject.new_mechanism(noise)
     sensitivity, query = mechanism.threshold.sensitivity, mechanism.threshold.side_query
-    side = watched_side(mechanism)
-    logical_step(trainer, [collated(trainer, rows) for rows in micro_batches], mechanism)
-    side_sensitivity = None if query is None else query.sensitivity
+    release = subject.logical_step(subject.stacks(micro_batches), mechanism)
+    side = np.zeros(0) if release.noisy_side is None else release.noisy_side
     return Recording(
-        released_gradient(trainer), torch.from_numpy(side[-1]), noise.draws, sensitivity, side_sensitivity
+        gradient=subject.released_sum(release),
+        side=torch.from_numpy(side),
+        draws=noise.draws,
+        sensitivity=sensitivity,
+        side_sensitivity=None if query is None else query.sensitivity,
     )
-
-
-def watched_side(mechanism: DPMechanism) -> list[np.ndarray]:
-    """A list to which every side value is added as it is released."""
-    seen: list[np.ndarray] = []
-    update = mechanism.threshold.update
-
-    def keep(noisy_side: np.ndarray | None) -> None:
-        seen.append(np.zeros(0) if noisy_side is None else np.array(noisy_side, dtype=np.float64))
-        update(noisy_side)
-
-    mechanism.threshold.update = keep  # type: ignore[method-assign]
-    return seen
-
-
-def collated(trainer: DCSGDTrainer, rows: Sequence[Any]) -> dict[str, Any]:
-    """Rows as a batch in the precision of the model."""
-    if not rows:
-        return {}
-    batch = trainer.data_collator(list(rows))
-    dtype = next(trainer.model.parameters()).dtype
-    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def replay_findings(
@@ -159,19 +158,17 @@ def replay_findings(
     """
     micro_batches = trainer.args.gradient_accumulation_steps
     findings = []
-    with prepared(trainer, double=True):
-        assert trainer.plan is not None
-        rank, world_size = trainer.args.process_index, trainer.args.world_size
-        mine = background[rank::world_size]
+    with prepared(trainer, double=True) as subject:
+        mine = background[subject.rank :: subject.world_size]
         shards = [list(mine[k::micro_batches]) for k in range(micro_batches)]
-        without = record_step(trainer, shards)
-        findings += _noise_findings(trainer, without)
+        without = record_step(subject, shards)
+        findings += _noise_findings(subject, without)
         for name, extra in canaries:
             # The canary goes to the last micro-batch of the last rank, which is not the one that draws the noise.
-            added = [extra] if rank == world_size - 1 else []
-            with_canary = record_step(trainer, [*shards[:-1], [*shards[-1], *added]])
+            added = [extra] if subject.rank == subject.world_size - 1 else []
+            with_canary = record_step(subject, [*shards[:-1], [*shards[-1], *added]])
             findings += _difference_findings(name, without, with_canary)
-        empty = record_step(trainer, [[] for _ in range(micro_batches)])
+        empty = record_step(subject, [[] for _ in range(micro_batches)])
         findings.append(_same_draws("an empty batch", without, empty))
     return findings
 
@@ -196,11 +193,10 @@ def _same_draws(name: str, without: Recording, with_canary: Recording) -> Findin
     return Finding(f"noise draws do not depend on {name}", 0.0 if same else math.inf, 0.0)
 
 
-def _noise_findings(trainer: DCSGDTrainer, recording: Recording) -> list[Finding]:
+def _noise_findings(subject: Subject, recording: Recording) -> list[Finding]:
     """The noise asked for must be the plan's: as many draws as releases, and together worth the accounted σ."""
-    plan = trainer.plan
-    assert plan is not None
-    if not trainer.is_world_process_zero():
+    plan = subject.plan
+    if subject.rank > 0:
         return [Finding("noise is drawn on the main process only", float(len(recording.draws)), 0.0)]
     releases = 1 + len(plan.side_noise_multipliers)
     findings = [
@@ -248,7 +244,7 @@ def sampler_findings(trainer: DCSGDTrainer, logical_batches: int = 200) -> list[
 
 def ledger_findings(trainer: DCSGDTrainer) -> list[Finding]:
     """Steps charged after a checkpoint was written stay charged when the run goes on from it."""
-    plan = trainer.plan or trainer._make_plan()
+    plan = trainer.plan or trainer.make_plan()
     with tempfile.TemporaryDirectory() as folder:
         ledger = PrivacyLedger.open(folder, plan.privacy_dict(), resume=False)
         mechanism = DPMechanism(plan, noise=SilentNoise(), ledger=ledger)

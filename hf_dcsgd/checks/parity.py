@@ -46,13 +46,13 @@ def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], toleran
 def _require_usable(losses: Tensor) -> None:
     if not losses.requires_grad:
         raise ParityError(
-            "the losses of synthetic examples do not depend on any trainable parameter: is the output detached, or are "
-            "all parameters that it uses frozen?"
+            "the losses of synthetic examples do not depend on any trainable parameter: is the output detached, or "
+            "are all parameters that it uses frozen?"
         )
     if not losses.isfinite().all():
         raise ParityError(
-            "the losses of synthetic examples are not finite: are there NaN or infinite values in the weights, or does "
-            "the loss function make them?"
+            "the losses of synthetic examples are not finite: are there NaN or infinite values in the weights, or "
+            "does the loss function make them?"
         )
 
 

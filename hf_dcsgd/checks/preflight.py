@@ -1,12 +1,12 @@
 """What is looked at before a run may spend anything, on synthetic rows of the shape of its data.
 
-| what must hold                                                    | found otherwise                                   |
-|-------------------------------------------------------------------|---------------------------------------------------|
-| norms and clipped sum agree with autograd                         | a rule or a hook that is wrong: `ParityError`     |
-| the forward writes nothing into the model                         | running statistics: `UnsupportedModelError`       |
-| an example's clipped gradient is the same alone and in company    | any coupling of examples: `BatchCouplingError`    |
-| a stack gives the same losses again after another one             | state kept between batches: `BatchCouplingError`  |
-| random numbers belong to one example each                         | LayerDrop and the like: `BatchCouplingError`      |
+| what must hold                                                 | otherwise                                        |
+|----------------------------------------------------------------|--------------------------------------------------|
+| norms and clipped sum agree with autograd                      | a rule or a hook is wrong: `ParityError`         |
+| the forward writes nothing into the model                      | running statistics: `UnsupportedModelError`      |
+| an example's clipped gradient is the same alone and in company | any coupling of examples: `BatchCouplingError`   |
+| a stack gives the same losses again after another one          | state kept between batches: `BatchCouplingError` |
+| random numbers belong to one example each                      | LayerDrop and the like: `BatchCouplingError`     |
 
 Nothing is charged, and nothing is kept but that the checks passed. During training `step.py` goes on looking.
 """

@@ -23,8 +23,8 @@ from hf_dcsgd.ghost import BatchCouplingError
 
 SHARED_DRAW = (
     "the forward draws random numbers once for a whole stack of examples ({what}), so which examples meet in a stack "
-    "changes their gradients. Switch that off (LayerDrop, SpecAugment, stochastic depth per batch), or draw one number "
-    "per example"
+    "changes their gradients. Switch that off (LayerDrop, SpecAugment, stochastic depth per batch), or draw one "
+    "number per example"
 )
 
 
@@ -148,5 +148,5 @@ def _given(kwargs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 def _other_random_states() -> tuple[Any, Any]:
     """Generators that no kernel shows; their position, not their whole state."""
-    kind, keys, position, *_ = np.random.get_state()
+    _, keys, position, *_ = np.random.get_state()
     return hash(random.getstate()), (position, int(keys[0]))

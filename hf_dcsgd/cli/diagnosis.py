@@ -13,17 +13,19 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
-from hf_dcsgd.checks.forward_writes import refuse_forward_writes
-from hf_dcsgd.checks.parity import ParityError, check_parity, synthetic_like
+from hf_dcsgd.checks.parity import ParityError
+from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.cli.step_cost import measure_step
+from hf_dcsgd.data.synthetic import synthetic_like
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.reporting.model_card import task_of
 from hf_dcsgd.reporting.report import parameter_groups
-from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import loss_kind, per_example_losses, split_labels
+from hf_dcsgd.step import PrivateStep
+from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers
+from hf_dcsgd.tasks.losses import loss_kind
 
 TASKS = {
     "text-classification": "AutoModelForSequenceClassification",
@@ -41,7 +43,6 @@ _ADAPTER_TASKS = {
     "CAUSAL_LM": "text-generation",
     "SEQ_2_SEQ_LM": "text2text-generation",
 }
-_PARITY_TOLERANCE = 1e-3
 _MEASURED_EXAMPLES = 4
 
 
@@ -60,9 +61,8 @@ def diagnose(
     """
     model, task = load_model(name, task)
     found: dict[str, Any] = {"model": name, "class": type(model).__name__, "task": task, "refused": []}
-    default_layers = DEFAULT_LAYERS if isinstance(model, PreTrainedModel) else "as_is"
     try:
-        _look_at(model, found, trainable_layers or default_layers, batch_size, sequence_length)
+        _look_at(model, found, trainable_layers or default_layers(model), batch_size, sequence_length)
     except (UnsupportedModelError, BatchCouplingError, ParityError, ValueError, NotImplementedError) as error:
         found["refused"].append(str(error))
     return found
@@ -113,22 +113,17 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     found["total_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     found["groups"] = parameter_groups(sizes)
     found["loss"] = loss_kind(model)
-    train_mode(model)
-    clipper = GhostClipper(model)
-    found["rules"] = _modules_by_rule(clipper)
-    batch = synthetic_batch(model, found["loss"], 2, length)
-    model.eval()
-    check_parity(clipper, lambda: _losses(model, batch), _PARITY_TOLERANCE)
-    found["parity"] = {"agrees": True, "tolerance": _PARITY_TOLERANCE, "examples": 2, "shape": _shape(batch)}
-    train_mode(model)
-    with refuse_forward_writes(model):
-        _losses(model, batch)
+    step = PrivateStep(model)
+    step.train()
+    found["rules"] = _modules_by_rule(step.clipper)
+    check_before_training(step, synthetic_batch(model, found["loss"], 1, length))
     measured = min(_MEASURED_EXAMPLES, batch_size)
     larger = synthetic_batch(model, found["loss"], measured, length)
+    found["shape"] = _shape(larger)
     found["step"] = measure_step(
-        clipper, lambda: _losses(model, larger), measured_size=measured, batch_size=batch_size
+        step.clipper, lambda: step.losses(larger), measured_size=measured, batch_size=batch_size
     )
-    found["slow_parameters"] = sorted(clipper.slow_parameters)
+    found["slow_parameters"] = sorted(step.clipper.slow_parameters)
 
 
 def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any]:
@@ -137,11 +132,11 @@ def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any
     if model.main_input_name == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        pixels = torch.zeros(n, getattr(config, "num_channels", 3), height, width)
-        return synthetic_like(model, {"pixel_values": pixels, "labels": torch.zeros(n, dtype=torch.long)})
+        pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width)
+        return synthetic_like(model, {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.long)}, n)
     positions = getattr(config, "max_position_embeddings", None) or length
     length = max(min(length, positions - 4), 2)
-    tokens = torch.zeros(n, length, dtype=torch.long)
+    tokens = torch.zeros(1, length, dtype=torch.long)
     end = getattr(config, "eos_token_id", None)
     end = end[0] if isinstance(end, list) else end
     if end is not None and end >= config.vocab_size:
@@ -152,11 +147,11 @@ def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any
     if end is not None:
         tokens[:, -1] = end
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    made = synthetic_like(model, batch, () if end is None else (end,))
-    return {**made, **_labels(kind, n, length, getattr(config, "num_labels", 2), tokens)}
+    made = synthetic_like(model, batch, n, () if end is None else (end,))
+    return {**made, **_labels(kind, n, length, getattr(config, "num_labels", 2))}
 
 
-def _labels(kind: str, n: int, length: int, num_labels: int, tokens: Tensor) -> dict[str, Tensor]:
+def _labels(kind: str, n: int, length: int, num_labels: int) -> dict[str, Tensor]:
     zeros = torch.zeros(n, dtype=torch.long)
     if kind == "question_answering":
         return {"start_positions": zeros, "end_positions": zeros + 1}
@@ -167,11 +162,6 @@ def _labels(kind: str, n: int, length: int, num_labels: int, tokens: Tensor) -> 
     if kind == "single_label_classification":
         return {"labels": zeros}
     return {"labels": torch.zeros(n, length, dtype=torch.long)}
-
-
-def _losses(model: Any, batch: dict[str, Any]) -> Tensor:
-    inputs, labels = split_labels(model, batch)
-    return per_example_losses(model, model(**inputs), labels)
 
 
 def _modules_by_rule(clipper: GhostClipper) -> dict[str, list[str]]:
@@ -227,10 +217,11 @@ def describe(found: dict[str, Any]) -> str:
     if found["refused"]:
         lines += ["REFUSED, training would not start:", *(_indented(reason) for reason in found["refused"])]
     else:
-        shape = " × ".join(map(str, found["parity"]["shape"]))
+        shape = " × ".join(map(str, found["shape"]))
         lines += [
             "refused: nothing",
-            f"parity: norms and clipped sum agree with autograd (2 made-up examples of shape {shape})",
+            "checks before training passed: gradients agree with autograd, examples are independent, the forward "
+            f"writes nothing (synthetic examples of shape {shape})",
         ]
         lines += _step_lines(found["step"])
     return "\n".join(lines)

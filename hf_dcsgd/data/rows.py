@@ -62,8 +62,8 @@ class RowCollator:
             batch = self._collate([row])
         except Exception as error:
             error.add_note(
-                f"Raised by the data collator for a single training row ({type(row).__name__}). It is handed one row at "
-                "a time: what depends on several rows cannot be private."
+                f"Raised by the data collator for a single training row ({type(row).__name__}). It is handed one row "
+                "at a time: what depends on several rows cannot be private."
             )
             raise
         if not isinstance(batch, Mapping):

@@ -14,9 +14,9 @@ from hf_dcsgd.data.rows import Batch
 def synthetic_like(model: nn.Module, row: Mapping[str, Any], rows: int, keep_tokens: tuple[int, ...] = ()) -> Batch:
     """Make a stack of `rows` synthetic rows with the shapes of a stack of one.
 
-    Tokens and numbers are random, attention is full, everything else is zero. Special tokens, those in `keep_tokens` and
-    those of the model's config, stay where they are and appear nowhere else, since some models look for them. Where
-    the vocabulary is not known, the tokens are those of the row in another order.
+    Tokens and numbers are random, attention is full, everything else is zero. Special tokens, those in `keep_tokens`
+    and those of the model's config, stay where they are and appear nowhere else, since some models look for them.
+    Where the vocabulary is not known, the tokens are those of the row in another order.
     """
     generator = torch.Generator().manual_seed(0)
     input_embeddings: Any = getattr(model, "get_input_embeddings", None)

@@ -10,8 +10,8 @@ differs by that record's own part.
 *How much is drawn.* Transformers writes the global states into every checkpoint: how far they have moved would give
 away the sizes of the private draws.
 
-**Guarantee.** Inside a `private_randomness` block, the global states of `random`, `numpy` and `torch` are seeded by the
-operating system. After it they are what they were before it, whatever was drawn inside. Noise and sampling have
+**Guarantee.** Inside a `private_randomness` block, the global states of `random`, `numpy` and `torch` are seeded by
+the operating system. After it they are what they were before it, whatever was drawn inside. Noise and sampling have
 generators of their own and are not touched.
 """
 
