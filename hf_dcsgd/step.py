@@ -37,7 +37,7 @@ from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
 from hf_dcsgd.checks.random_tape import Order, RandomTape
 from hf_dcsgd.data.rows import Batch, batch_length, take_row
-from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.tasks.layer_selection import train_mode
@@ -80,6 +80,8 @@ class ExampleLosses:
     def _forward(self, inputs: Batch) -> Any:
         try:
             return self._model(**inputs)
+        except (BatchCouplingError, UnsupportedModelError):
+            raise
         except Exception as error:
             shapes = [
                 f"{name} {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -43,7 +43,7 @@ from hf_dcsgd.runs.processes import public_settings, quiet_replica, require_agre
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.step import ExampleLosses, PrivateStep
-from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers
+from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -320,8 +320,8 @@ class DCSGDTrainer(PublishingTrainer):
         assert self.plan is not None
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
+        train_mode(self.model)
         step = self.make_step()
-        step.train()
         special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
         rows, collate = self.rows_and_collator()
         with step.randomness():

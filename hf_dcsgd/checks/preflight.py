@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 3
+_VARIANTS = 16  # of random numbers that a whole stack shares
 # How far the clipped sum of a stack may lie from that of its rows run alone, in units of the threshold.
 _TOLERANCE = 1e-3
 
@@ -127,7 +128,10 @@ def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Ba
 
 
 def _check_nothing_is_remembered(step: PrivateStep, batch: Batch) -> None:
-    """Run a stack, then others, then the first again under the same random numbers: it must give the same losses."""
+    """Run a stack, then others, then the first again under the same random numbers: it must give the same losses.
+
+    So it must under other values of those numbers that are nobody's share.
+    """
     tape = RandomTape(batch_length(batch), step.draw_order)
     others = {name: value.flip(0) if isinstance(value, Tensor) else value for name, value in batch.items()}
     with torch.no_grad():
@@ -137,5 +141,19 @@ def _check_nothing_is_remembered(step: PrivateStep, batch: Batch) -> None:
             step.losses(inputs)
         with tape.play():
             again = step.losses(batch)
-    if not torch.allclose(first, again, rtol=1e-5, atol=1e-6, equal_nan=True):
-        raise BatchCouplingError(COUPLED)
+        if not _same(first, again):
+            raise BatchCouplingError(COUPLED)
+        with tape.play(row=0):
+            step.losses(take_row(batch, 0))
+        for variant in range(_VARIANTS if tape.shares_draws else 0):
+            with tape.play(variant=variant):
+                if not _same(first, step.losses(batch)):
+                    raise BatchCouplingError(
+                        "the forward draws random numbers once for a whole stack of examples, so which examples meet "
+                        "in a stack changes their gradients. Switch that off (LayerDrop, SpecAugment, stochastic "
+                        "depth per batch, a common rescaling), or draw one number per example"
+                    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True)

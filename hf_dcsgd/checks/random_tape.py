@@ -1,9 +1,11 @@
 """The random numbers of one forward pass on tape, so that one of its rows can be run again under the same ones.
 
 A row of a stack has its own share of what the forward draws (its slice of every dropout mask). Run alone with that
-share it must give the same loss, or something else than its own content plays a part. Numbers that are drawn once for
-the whole stack (LayerDrop, stochastic depth per batch, a common rescaling) are nobody's share: which rows meet in a
-stack would then decide who gets which, so they are refused.
+share it must give the same loss, or something else than its own content plays a part.
+
+Numbers that are drawn once for the whole stack (LayerDrop, stochastic depth per batch, a common rescaling) are
+nobody's share. Many models draw such numbers and make no use of them; where they matter, which rows meet in a stack
+would decide who gets which, and the model is refused (`preflight.py`).
 
 Fused kernels that keep their masks to themselves run without dropout while the tape is on.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import random
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,11 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dcsgd.ghost import BatchCouplingError
 
-SHARED_DRAW = (
-    "the forward draws random numbers once for a whole stack of examples ({what}), so which examples meet in a stack "
-    "changes their gradients. Switch that off (LayerDrop, SpecAugment, stochastic depth per batch), or draw one "
-    "number per example"
-)
+_OtherStates: TypeAlias = tuple[Any, Any]
 
 
 class Order(Enum):
@@ -48,20 +46,38 @@ class RandomTape:
     """
 
     def __init__(self, rows: int, order: Order = Order.ROW_MAJOR) -> None:
-        self._rows = rows
-        self._order = order
-        self._draws: list[tuple[str, Tensor]] = []
+        self.rows = rows
+        self.order = order
+        self.draws: list[tuple[str, Tensor]] = []
+        self.states: _OtherStates = _other_states()
+        # What a row alone draws as often as a whole stack; known once a row was played.
+        self.shared_draws: set[int] = set()
+        self.other_generators_used = False
+
+    @property
+    def shares_draws(self) -> bool:
+        """Whether some random numbers belong to the stack as a whole."""
+        return bool(self.shared_draws) or self.other_generators_used
 
     def record(self) -> TorchDispatchMode:
-        return _Recording(self._draws)
+        return _Recording(self)
 
-    def play(self, row: int | None = None) -> TorchDispatchMode:
-        """Play back the draws of one row; of all rows for None."""
-        return _Playing(self._draws, self._rows, row, self._order)
+    def play(self, row: int | None = None, variant: int | None = None) -> TorchDispatchMode:
+        """Play back the draws of one row, or of all.
+
+        Args:
+            row: Which row is run alone; None for the whole stack.
+            variant: Gives what is shared by the stack other values, different ones for each variant.
+        """
+        return _Playing(self, row, variant)
 
 
 class _SeededDraws(TorchDispatchMode):
     """Sees every kernel that draws from a generator."""
+
+    def __init__(self, tape: RandomTape) -> None:
+        super().__init__()
+        self._tape = tape
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,55 +103,73 @@ class _SeededDraws(TorchDispatchMode):
         mask = self._drawn("native_dropout", torch.empty_like(value, dtype=torch.float32).bernoulli_(keep))
         return value * mask.to(value.dtype) / max(keep, 1e-12), mask.bool()
 
+
+class _Recording(_SeededDraws):
     def __enter__(self) -> Any:
-        self._other_states = _other_random_states()
+        self._tape.states = _other_states()
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        if error is None and _other_random_states() != self._other_states:
-            raise BatchCouplingError(SHARED_DRAW.format(what="by Python's or numpy's global generator"))
-
-
-class _Recording(_SeededDraws):
-    def __init__(self, draws: list[tuple[str, Tensor]]) -> None:
-        super().__init__()
-        self._draws = draws
+        self._tape.other_generators_used = not _same_states(_other_states(), self._tape.states)
 
     def _drawn(self, name: str, values: Tensor) -> Tensor:
-        self._draws.append((name, values.detach().clone()))
+        self._tape.draws.append((name, values.detach().clone()))
         return values
 
 
 class _Playing(_SeededDraws):
-    def __init__(self, draws: list[tuple[str, Tensor]], rows: int, row: int | None, order: Order) -> None:
-        super().__init__()
-        self._draws, self._rows, self._row, self._order = draws, rows, row, order
+    def __init__(self, tape: RandomTape, row: int | None, variant: int | None) -> None:
+        super().__init__(tape)
+        self._row, self._variant = row, variant
         self._next = 0
 
+    def __enter__(self) -> Any:
+        self._states_before = _other_states()
+        _set_other_states(self._tape.states)
+        if self._variant is not None:
+            random.seed(self._variant)
+            np.random.seed(self._variant)
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        _set_other_states(self._states_before)
+
     def _drawn(self, name: str, values: Tensor) -> Tensor:
-        if self._next >= len(self._draws) or self._draws[self._next][0] != name:
+        index, tape = self._next, self._tape
+        self._next += 1
+        if index >= len(tape.draws) or tape.draws[index][0] != name:
             raise BatchCouplingError(
                 f"the forward draws other random numbers ({name}) for an example alone than within a stack: what it "
                 "draws may depend on nothing but the shape of its input"
             )
-        recorded = self._draws[self._next][1]
-        self._next += 1
+        recorded = tape.draws[index][1]
         with torch.no_grad():
-            return values.copy_(recorded if self._row is None else self._share(name, recorded, values.shape))
+            if self._variant is not None and index in tape.shared_draws:
+                # The extremes first: a number below a probability, and one above.
+                return values.fill_(self._variant * 0.999) if self._variant < 2 else values
+            return values.copy_(recorded if self._row is None else self._share(index, recorded, values.shape))
 
-    def _share(self, name: str, recorded: Tensor, shape: torch.Size) -> Tensor:
-        """The part of a recorded draw that belongs to the row, of the shape that it has alone."""
+    def _share(self, index: int, recorded: Tensor, shape: torch.Size) -> Tensor:
+        """Return the part of a recorded draw that belongs to the row, of the shape that it has alone."""
         assert self._row is not None
-        if recorded.dim() != len(shape) or self._rows * shape.numel() != recorded.numel():
-            raise BatchCouplingError(SHARED_DRAW.format(what=f"{name} of shape {tuple(recorded.shape)}"))
-        axes = [axis for axis, size in enumerate(shape) if recorded.shape[axis] != size]
-        if not axes:  # a stack of one
+        if recorded.shape == shape:
+            if self._tape.rows > 1:
+                self._tape.shared_draws.add(index)
             return recorded
-        (axis,) = axes if len(axes) == 1 else (0,)
-        if self._order is Order.ROW_MAJOR:
+        axes = [
+            axis for axis, size in enumerate(shape) if recorded.dim() == len(shape) and recorded.shape[axis] != size
+        ]
+        if len(axes) != 1 or recorded.shape[axes[0]] != self._tape.rows * shape[axes[0]]:
+            raise BatchCouplingError(
+                f"the forward draws random numbers of shape {tuple(recorded.shape)} for {self._tape.rows} examples "
+                f"and {tuple(shape)} for one of them alone: how many it draws may not depend on what else is in the stack"
+            )
+        axis = axes[0]
+        if self._tape.order is Order.ROW_MAJOR:
             return recorded.narrow(axis, self._row * shape[axis], shape[axis])
-        return recorded.unflatten(axis, (shape[axis], self._rows)).select(axis + 1, self._row)
+        return recorded.unflatten(axis, (shape[axis], self._tape.rows)).select(axis + 1, self._row)
 
 
 def _replaced(args: tuple[Any, ...], arguments: Any, values: dict[str, Any]) -> list[Any]:
@@ -146,7 +180,15 @@ def _given(kwargs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in kwargs}
 
 
-def _other_random_states() -> tuple[Any, Any]:
-    """Generators that no kernel shows; their position, not their whole state."""
-    _, keys, position, *_ = np.random.get_state()
-    return hash(random.getstate()), (position, int(keys[0]))
+def _other_states() -> _OtherStates:
+    """Take the states of the global generators that no kernel shows."""
+    return random.getstate(), np.random.get_state()
+
+
+def _set_other_states(states: _OtherStates) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _same_states(one: _OtherStates, other: _OtherStates) -> bool:
+    return one[0] == other[0] and one[1][2] == other[1][2] and np.array_equal(one[1][1], other[1][1])

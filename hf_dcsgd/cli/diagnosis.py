@@ -24,7 +24,7 @@ from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelErr
 from hf_dcsgd.reporting.model_card import task_of
 from hf_dcsgd.reporting.report import parameter_groups
 from hf_dcsgd.step import PrivateStep
-from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers
+from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import loss_kind
 
 TASKS = {
@@ -113,8 +113,8 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     found["total_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     found["groups"] = parameter_groups(sizes)
     found["loss"] = loss_kind(model)
+    train_mode(model)
     step = PrivateStep(model)
-    step.train()
     found["rules"] = _modules_by_rule(step.clipper)
     check_before_training(step, synthetic_batch(model, found["loss"], 1, length))
     measured = min(_MEASURED_EXAMPLES, batch_size)
