@@ -1,4 +1,4 @@
-"""Attempts to refute the guarantee: four levels, on the audit's own trainer or on yours.
+"""Attempts to refute the guarantee: five levels, on the audit's own trainer or on yours.
 
 | level | what it does                                                                                    |
 |-------|-------------------------------------------------------------------------------------------------|
@@ -6,8 +6,9 @@
 | L1    | measures the noise itself: scale, distribution, repetition                                       |
 | L2    | plays the adversary: tells batches with and without a canary apart, and bounds μ from below      |
 | L3    | L0 and L1 over two processes                                                                     |
+| L4    | lets an adversary write the dataset, its transform, the collator and one record                 |
 
-`audit_trainer(trainer)` runs L0 and L1 on a trainer of yours; `audit_strategy(clipping)` all of L0 to L2 on the
+`audit_trainer(trainer)` runs L0 and L1 on a trainer of yours; `audit_strategy(clipping)` L0, L1, L2 and L4 on the
 audit's own linear model, where gradients are exactly what the rows say. Nothing is charged, nothing is released.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from hf_dcsgd.audit.adversary import adversary_findings
 from hf_dcsgd.audit.distinguishing import TRIALS, distinguishing_findings
 from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import DRAWS, noise_findings
@@ -73,6 +75,8 @@ def audit_strategy(clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int
             reports.append(
                 AuditReport("L1", clipping, noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1)))
             )
+        if 4 in levels:
+            reports.append(AuditReport("L4", clipping, adversary_findings(clipping)))
         if 2 in levels:
             reports.append(
                 AuditReport("L2", clipping, distinguishing_findings(probe_trainer(folder, clipping), trials))

@@ -62,8 +62,16 @@ def canary(size: float = 1e4) -> Row:
     return direction(size)
 
 
-def probe_trainer(output_dir: str, clipping: str, dimensions: int = DIMENSIONS, **options: Any) -> DCSGDTrainer:
-    """A trainer for the audit's setting: σ = 1, side multiplier 1.25, C = 4, B = 16 in two micro-batches."""
+def probe_trainer(
+    output_dir: str,
+    clipping: str,
+    dimensions: int = DIMENSIONS,
+    *,
+    train_dataset: Any = None,
+    data_collator: Any = None,
+    **options: Any,
+) -> DCSGDTrainer:
+    """Make a trainer for the audit's setting: σ = 1, side multiplier 1.25, C = 4, B = 16 in two micro-batches."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {
         "clipping": clipping,
@@ -85,6 +93,7 @@ def probe_trainer(output_dir: str, clipping: str, dimensions: int = DIMENSIONS, 
     return DCSGDTrainer(
         LinearModel(dimensions),
         DCSGDTrainingArguments(output_dir, **settings),
-        train_dataset=[direction(1.0, dimensions=dimensions)] * (10 * EXPECTED_BATCH_SIZE),
+        data_collator=data_collator,
+        train_dataset=train_dataset or [direction(1.0, dimensions=dimensions)] * (10 * EXPECTED_BATCH_SIZE),
         per_example_loss_func=linear_losses,
     )

@@ -101,6 +101,11 @@ class Subject:
             self.step.accumulate(stack)
         return self.step.release()
 
+    def noiseless_step(self, micro_batches: Sequence[Sequence[Any]]) -> tuple[NoisyRelease, list[Draw]]:
+        """Run one step on these rows with the noise taken out; return also the noise that it asked for."""
+        noise = SilentNoise()
+        return self.logical_step(self.stacks(micro_batches), self.new_mechanism(noise)), noise.draws
+
     def released_sum(self, release: NoisyRelease) -> Tensor:
         """Undo the division by the public batch size: the noised sum."""
         return release.noisy_gradient.double() * self.plan.expected_batch_size
@@ -134,15 +139,14 @@ def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[Subject]:
 
 def record_step(subject: Subject, micro_batches: Sequence[Sequence[Any]]) -> Recording:
     """Run one step on these rows without noise, from the plan's first threshold."""
-    noise = SilentNoise()
-    mechanism = subject.new_mechanism(noise)
-    sensitivity, query = mechanism.threshold.sensitivity, mechanism.threshold.side_query
-    release = subject.logical_step(subject.stacks(micro_batches), mechanism)
+    threshold = subject.new_mechanism().threshold
+    sensitivity, query = threshold.sensitivity, threshold.side_query
+    release, draws = subject.noiseless_step(micro_batches)
     side = np.zeros(0) if release.noisy_side is None else release.noisy_side
     return Recording(
         gradient=subject.released_sum(release),
         side=torch.from_numpy(side),
-        draws=noise.draws,
+        draws=draws,
         sensitivity=sensitivity,
         side_sensitivity=None if query is None else query.sensitivity,
     )

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 3
-_VARIANTS = 16  # of random numbers that a whole stack shares
+_VARIANTS = 64  # of random numbers that a whole stack shares: enough to meet a probability of 0.1
 # How far the clipped sum of a stack may lie from that of its rows run alone, in units of the threshold.
 _TOLERANCE = 1e-3
 

@@ -164,7 +164,7 @@ class _Playing(_SeededDraws):
         if len(axes) != 1 or recorded.shape[axes[0]] != self._tape.rows * shape[axes[0]]:
             raise BatchCouplingError(
                 f"the forward draws random numbers of shape {tuple(recorded.shape)} for {self._tape.rows} examples "
-                f"and {tuple(shape)} for one of them alone: how many it draws may not depend on what else is in the stack"
+                f"and {tuple(shape)} for one of them alone: how many it draws may not depend on the rest of the stack"
             )
         axis = axes[0]
         if self._tape.order is Order.ROW_MAJOR:

@@ -1,0 +1,133 @@
+"""L4: an adversary who writes the dataset, its transform, the collator and one record.
+
+Each attack tries to let that one record move the gradients of others, or count several times. The rows take the way of
+a training run (`data/rows.py`), all of them are drawn, with and without the record, and the clipped sums are compared.
+An attack fails when the sum moves by at most C, or when the run is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import default_data_collator
+
+from hf_dcsgd.audit.findings import Finding
+from hf_dcsgd.audit.probe import CLIP_THRESHOLD, DIMENSIONS, Row, canary, direction, probe_trainer
+from hf_dcsgd.audit.replay import Subject, prepared
+from hf_dcsgd.data.rows import fetch_row
+from hf_dcsgd.ghost import BatchCouplingError
+
+_ROWS = 12
+_SLACK = 1e-4
+
+
+class _Records:
+    """A dataset whose `__getitems__` is the adversary's."""
+
+    def __init__(self, rows: Sequence[Row], hand_out: Callable[[list[Row]], list[Row]]) -> None:
+        self._rows = rows
+        self._hand_out = hand_out
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._rows[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        return self._hand_out([self._rows[index] for index in indices])
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What the adversary's dataset and collator do with the rows that they are handed."""
+
+    name: str
+    hand_out: Callable[[list[Row]], list[Row]] = list
+    collate: Callable[[list[Row]], Any] = default_data_collator
+
+
+def _features(rows: list[Row]) -> Tensor:
+    return torch.stack([row["features"] for row in rows])
+
+
+def _with_features(rows: list[Row], features: Tensor) -> list[Row]:
+    return [{**row, "features": value} for row, value in zip(rows, features, strict=True)]
+
+
+def _several_views(rows: list[Row]) -> list[Row]:
+    return [row for row in rows for _ in range(5)]
+
+
+def _standardized(rows: list[Row]) -> list[Row]:
+    features = _features(rows)
+    return _with_features(rows, features - features.mean(0))
+
+
+def _mixed(rows: list[Row]) -> Any:
+    features = _features(rows)
+    return default_data_collator(_with_features(rows, features + features.flip(0)))
+
+
+def _scaled_by_the_largest(rows: list[Row]) -> Any:
+    features = _features(rows)
+    return default_data_collator(_with_features(rows, features / features.abs().max()))
+
+
+def _labels_of_the_neighbor(rows: list[Row]) -> Any:
+    batch = default_data_collator(rows)
+    return {**batch, "labels": batch["labels"].roll(1)}
+
+
+def _repeated_rows(rows: list[Row]) -> Any:
+    return default_data_collator(rows * 3)
+
+
+def _dropped_rows(rows: list[Row]) -> Any:
+    kept = [row for row in rows if row["features"].abs().max() < 1e3]
+    return default_data_collator(kept if len(kept) < len(rows) and kept else rows)
+
+
+ATTACKS = (
+    Attack("several views of a record", hand_out=_several_views),
+    Attack("a transform that standardizes", hand_out=_standardized),
+    Attack("a collator that mixes rows", collate=_mixed),
+    Attack("a collator that scales by the largest value", collate=_scaled_by_the_largest),
+    Attack("a collator that takes a neighbor's label", collate=_labels_of_the_neighbor),
+    Attack("a collator that repeats rows", collate=_repeated_rows),
+    Attack("a collator that drops rows when the record is there", collate=_dropped_rows),
+)
+
+
+def adversary_findings(clipping: str, attacks: Sequence[Attack] = ATTACKS) -> list[Finding]:
+    """Try each attack on the audit's own trainer."""
+    return [_finding(clipping, attack) for attack in attacks]
+
+
+def _finding(clipping: str, attack: Attack) -> Finding:
+    background = [direction(CLIP_THRESHOLD * 10 ** (k / 4 - 1), axis=k % DIMENSIONS) for k in range(_ROWS)]
+    dataset = _Records([*background, canary()], attack.hand_out)
+    name = f"clipped sum, {attack.name}"
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"per_device_train_batch_size": _ROWS, "gradient_accumulation_steps": 1}
+        trainer = probe_trainer(folder, clipping, train_dataset=dataset, data_collator=attack.collate, **options)
+        with prepared(trainer, double=True) as subject:
+            allowed = subject.new_mechanism().threshold.sensitivity * (1 + _SLACK)
+            try:
+                change = _clipped_sum(subject, dataset, _ROWS + 1) - _clipped_sum(subject, dataset, _ROWS)
+            except (ValueError, TypeError, BatchCouplingError) as error:
+                return Finding(name, 0.0, allowed, f"refused: {error}")
+    moved = change.norm().item()
+    return Finding(name, moved if math.isfinite(moved) else math.inf, allowed)
+
+
+def _clipped_sum(subject: Subject, dataset: Any, rows: int) -> Tensor:
+    """Return the sum over the first rows, all of them drawn, without noise."""
+    drawn = [fetch_row(dataset, index) for index in range(rows)]
+    return subject.released_sum(subject.noiseless_step([drawn])[0])
