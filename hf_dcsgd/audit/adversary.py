@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import default_data_collator
 
 from hf_dcsgd.audit.findings import Finding
-from hf_dcsgd.audit.probe import CLIP_THRESHOLD, DIMENSIONS, Row, canary, direction, probe_trainer
+from hf_dcsgd.audit.probe import CLIP_THRESHOLD, Row, canary, direction, probe_trainer
 from hf_dcsgd.audit.replay import Subject, prepared
 from hf_dcsgd.data.rows import fetch_row
 from hf_dcsgd.ghost import BatchCouplingError
@@ -90,8 +90,8 @@ def _repeated_rows(rows: list[Row]) -> Any:
 
 
 def _dropped_rows(rows: list[Row]) -> Any:
-    kept = [row for row in rows if row["features"].abs().max() < 1e3]
-    return default_data_collator(kept if len(kept) < len(rows) and kept else rows)
+    huge = [row for row in rows if row["features"].abs().max() > 1e3]
+    return default_data_collator(huge or rows)
 
 
 ATTACKS = (
@@ -111,8 +111,10 @@ def adversary_findings(clipping: str, attacks: Sequence[Attack] = ATTACKS) -> li
 
 
 def _finding(clipping: str, attack: Attack) -> Finding:
-    background = [direction(CLIP_THRESHOLD * 10 ** (k / 4 - 1), axis=k % DIMENSIONS) for k in range(_ROWS)]
-    dataset = _Records([*background, canary()], attack.hand_out)
+    # All of the background points one way, at or above the threshold: what moves it as a whole shows.
+    background = [direction(CLIP_THRESHOLD * (1 + k / 4), axis=1) for k in range(_ROWS)]
+    record = {**canary(), "labels": torch.tensor(-1.0)}
+    dataset = _Records([*background, record], attack.hand_out)
     name = f"clipped sum, {attack.name}"
     with tempfile.TemporaryDirectory() as folder:
         options = {"per_device_train_batch_size": _ROWS, "gradient_accumulation_steps": 1}
