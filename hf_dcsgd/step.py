@@ -36,12 +36,13 @@ from torch import Tensor, nn
 from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
 from hf_dcsgd.checks.random_tape import Order, RandomTape
-from hf_dcsgd.data.rows import Batch, batch_length, take_row
+from hf_dcsgd.data.rows import Batch, batch_length, move_to, take_row
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.tasks.layer_selection import train_mode
 from hf_dcsgd.tasks.losses import LossFunction, checked_user_losses, per_example_losses, split_labels
+from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
@@ -62,20 +63,32 @@ class ExampleLosses:
         loss: LossFunction | None = None,
         label_names: Sequence[str] | None = None,
         label_smoothing: float = 0.0,
+        trunk: FrozenTrunk | None = None,
     ) -> None:
         self._model = model
+        self._trunk = trunk
         self._loss = loss
         self._label_names = label_names
         self._label_smoothing = label_smoothing
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
         inputs, labels = split_labels(self._model, batch, self._label_names)
-        outputs = self._forward(inputs)
+        hidden_states = inputs.pop(TRUNK_ENTRY, None)
+        if hidden_states is None:
+            outputs = self._forward(inputs)
+        else:
+            with self._require_trunk().feed(hidden_states):
+                outputs = self._forward(inputs)
         if self._loss is not None:
             return checked_user_losses(self._loss, outputs, labels, batch_length(batch)), outputs
         mask, smoothing = batch.get("attention_mask"), self._label_smoothing
         losses = per_example_losses(self._model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
         return losses, outputs
+
+    def _require_trunk(self) -> FrozenTrunk:
+        if self._trunk is None:
+            raise ValueError(f"expected a trunk for rows that carry {TRUNK_ENTRY!r}, got None")
+        return self._trunk
 
     def _forward(self, inputs: Batch) -> Any:
         try:
@@ -107,6 +120,7 @@ class PrivateStep:
         device: Where the model is.
         forward_context: Makes a context around each forward, such as autocast.
         reproducible_from: A seed for dropout, for debugging; voids the guarantee.
+        trunk: The frozen blocks, for rows that carry their hidden states (`trunk/build.py`).
         spot_checks: Whether rows are run again alone now and then; off only for audits, which measure coupling.
     """
 
@@ -121,6 +135,7 @@ class PrivateStep:
         device: torch.device | str = "cpu",
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reproducible_from: int | None = None,
+        trunk: FrozenTrunk | None = None,
         spot_checks: bool = True,
     ) -> None:
         self.model = model
@@ -128,7 +143,7 @@ class PrivateStep:
         self.clipper = GhostClipper(model)
         self.draw_order = Order.ROW_MAJOR
         self.forward_context = forward_context
-        self._losses = ExampleLosses(model, loss, label_names, label_smoothing)
+        self._losses = ExampleLosses(model, loss, label_names, label_smoothing, trunk)
         self._device = torch.device(device)
         self._reproducible_from = reproducible_from
         self._random_blocks = 0
@@ -248,7 +263,4 @@ class PrivateStep:
 
     def on_device(self, batch: Mapping[str, Any]) -> Batch:
         """Move the tensors of a batch to where the model is."""
-        return {
-            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
+        return move_to(batch, self._device)

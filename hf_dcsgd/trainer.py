@@ -32,9 +32,10 @@ from hf_dcsgd.checks.environment import (
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import poisson_dataloader, restack
-from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, with_rounded_lengths
+from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, move_to, take_only_row, with_rounded_lengths
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
+from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
@@ -44,8 +45,11 @@ from hf_dcsgd.runs.search_cost import SearchCost, search_cost
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.step import ExampleLosses, PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import LossFunction
+from hf_dcsgd.tasks.losses import LossFunction, split_labels
 from hf_dcsgd.training_args import DCSGDTrainingArguments
+from hf_dcsgd.trunk.build import TrunkCache
+from hf_dcsgd.trunk.check import require_same_results
+from hf_dcsgd.trunk.cut import FrozenTrunk, TrunkCacheError
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +119,7 @@ class DCSGDTrainer(PublishingTrainer):
         self._current_trial: Any = None
         self._trials: list[tuple[str, DPMechanism]] = []
         self._checkpoint: str | None = None
+        self._cache: TrunkCache | None = None
         super().__init__(
             model,
             args,
@@ -194,6 +199,7 @@ class DCSGDTrainer(PublishingTrainer):
             device=self.args.device,
             forward_context=self.compute_loss_context_manager,
             reproducible_from=self.args.unsafe_noise_seed,
+            trunk=None if self._cache is None else self._cache.trunk,
             spot_checks=spot_checks,
         )
 
@@ -210,7 +216,7 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_in_train:
             self._agree_on_run()
         plan = self.plan = self.plan or self.make_plan()
-        rows, collate = self.rows_and_collator()
+        rows, collate = self._cached_rows() if self.is_in_train else self.rows_and_collator()
         sampler = PoissonBatchSampler(
             plan.dataset_size,
             plan.expected_batch_size,
@@ -238,6 +244,47 @@ class DCSGDTrainer(PublishingTrainer):
         if hasattr(self.train_dataset, "column_names"):
             return self._remove_unused_columns(self.train_dataset, description="training"), collate
         return self.train_dataset, self._get_collator_with_removed_columns(collate, description="training")
+
+    def _cached_rows(self) -> tuple[Any, Collator]:
+        """Return rows that carry the hidden states of the frozen trunk, where that was asked for and can be done."""
+        rows, collate = self.rows_and_collator()
+        self._cache = None
+        if self.args.trunk_cache == "off":
+            return rows, collate
+        try:
+            self._cache = self._filled_cache(rows, collate)
+        except TrunkCacheError as error:
+            if self.args.trunk_cache == "on":
+                error.add_note('trunk_cache="auto" trains such a model without a cache.')
+                raise
+            logger.warning("training goes on without a trunk cache: %s", error)
+            return rows, collate
+        return self._cache.store, take_only_row
+
+    def _filled_cache(self, rows: Any, collate: Collator) -> TrunkCache:
+        def inputs_of(batch: Batch) -> Batch:
+            inputs, _ = split_labels(self.model, batch, self._loss_settings()[1])
+            return move_to(inputs, self.args.device)
+
+        with private_randomness(self.args.device), self.compute_loss_context_manager():
+            cache = TrunkCache(
+                FrozenTrunk(self.model),
+                rows,
+                RowCollator(collate),
+                inputs_of,
+                cache_dir=self.args.trunk_cache_dir,
+                dtype=self.args.trunk_cache_dtype,
+                largest=self.args.per_device_train_batch_size,
+            )
+            rank, world_size = self.args.process_index, self.args.world_size
+            if rank == 0:
+                print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
+            cache.fill(
+                range(rank, len(rows), world_size),
+                shard=f"{rank}-of-{world_size}",
+                show_progress=rank == 0 and not self.args.disable_tqdm,
+            )
+        return cache
 
     def _longest_row(self) -> int | None:
         limits = [getattr(self.processing_class, "model_max_length", None)]
@@ -328,6 +375,8 @@ class DCSGDTrainer(PublishingTrainer):
             row = RowCollator(collate).alone(fetch_row(rows, 0))
         with step.forward_context():
             check_before_training(step, row, special)
+        if self._cache is not None:
+            require_same_results(step, self._cache.some_rows(self.args.process_index))
         run_dir, is_main = Path(self._get_output_dir(self._current_trial)), self.is_world_process_zero()
         saved = self._saved_state()[1]
         step.mechanism = start_mechanism(self.plan, run_dir, saved, is_main_process=is_main, device=self.args.device)

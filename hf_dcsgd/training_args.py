@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_EPSILON = 8.0
 TRAIN_LOSS_MODES = ("off", "private", "raw")
+TRUNK_CACHE_MODES = ("off", "on", "auto")
+TRUNK_CACHE_DTYPES = ("fp32", "bf16", "fp16")
 SAMPLING_STRATEGIES = ("random", "group_by_length")
 LARGEST_NOISE_MULTIPLIER = 1e6
 MOST_BINS = 100_000
@@ -119,6 +121,19 @@ class DCSGDTrainingArguments(TrainingArguments):
         "(keep requires_grad as it stands), or module names and globs separated by commas. Default: as_is for peft "
         "models and plain modules, the paper's layers otherwise.",
     )
+    trunk_cache: str = _option(
+        "off",
+        "Compute the frozen blocks in front of the first trained one once per training row, without dropout, and keep "
+        "the result on disk, so that later epochs and runs pass over them. on: refuse models for which that cannot be "
+        "done. auto: train those without it. The cache is private data; hf-dcsgd cache lists and removes it.",
+        TRUNK_CACHE_MODES,
+    )
+    trunk_cache_dir: str | None = _option(
+        None, "Where trunk caches are kept. Default: hf_dcsgd/trunk_cache in the Hugging Face home directory."
+    )
+    trunk_cache_dtype: str = _option(
+        "fp32", "The precision of cached hidden states: fp32, bf16 or fp16 (half the disk space).", TRUNK_CACHE_DTYPES
+    )
     log_train_loss: str = _option(
         "off",
         "The training loss is private data. off: it is not written anywhere. private: a clipped and noised loss is "
@@ -184,6 +199,8 @@ class DCSGDTrainingArguments(TrainingArguments):
             raise ValueError(f"expected target_delta in (0, 1), got {self.target_delta:g}")
         _require_choice("accountant", self.accountant, ACCOUNTANTS)
         _require_choice("log_train_loss", self.log_train_loss, TRAIN_LOSS_MODES)
+        _require_choice("trunk_cache", self.trunk_cache, TRUNK_CACHE_MODES)
+        _require_choice("trunk_cache_dtype", self.trunk_cache_dtype, TRUNK_CACHE_DTYPES)
         _require_positive("loss_clip", self.loss_clip)
         _require_positive("loss_noise_multiplier", self.loss_noise_multiplier)
 
@@ -303,7 +320,8 @@ class DCSGDTrainingArguments(TrainingArguments):
         else:
             steps = planned_steps(dataset_size, batch_size, self.num_train_epochs)
         options = self.privacy_options()
-        options.pop("trainable_layers")
+        for name in ("trainable_layers", "trunk_cache", "trunk_cache_dir", "trunk_cache_dtype"):
+            options.pop(name)
         log_train_loss = options.pop("log_train_loss")
         if log_train_loss != "private":
             options["loss_clip"] = options["loss_noise_multiplier"] = None

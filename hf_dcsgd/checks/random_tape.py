@@ -75,6 +75,10 @@ class RandomTape:
 class _SeededDraws(TorchDispatchMode):
     """Sees every kernel that draws from a generator."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch loads its whole compiler, for seconds, to leave this mode alone
+
     def __init__(self, tape: RandomTape) -> None:
         super().__init__()
         self._tape = tape

@@ -107,6 +107,20 @@ def take_row(batch: Mapping[str, Any], index: int) -> Batch:
     return {name: value[index : index + 1] if _has_rows(value) else value for name, value in batch.items()}
 
 
+def take_only_row(rows: list[Batch]) -> Batch:
+    """Collate rows that are collated already: there is one of them."""
+    (row,) = rows
+    return row
+
+
+def move_to(batch: Mapping[str, Any], device: torch.device) -> Batch:
+    """Move the tensors of a batch to a device."""
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+    }
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
 

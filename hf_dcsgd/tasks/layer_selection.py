@@ -141,7 +141,7 @@ def _selection(model: nn.Module, entry: str, names: dict[int, list[str]]) -> set
         return {aliases[0] for aliases in names.values()}
     if entry == "bias":
         return {aliases[0] for aliases in names.values() if _BIAS_NAME.search(aliases[0])}
-    blocks = _block_list(model)
+    blocks = block_list(model)
     head = list(_head_prefixes(model, blocks))
     # All names must lie in the head: otherwise the parameter is tied to something before it, mostly the embeddings.
     selected = {aliases[0] for aliases in names.values() if all(_is_under(alias, head) for alias in aliases)}
@@ -180,8 +180,8 @@ def _base_name(model: nn.Module) -> str:
     return prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
 
 
-def _block_list(model: nn.Module) -> str:
-    """Name of the list of transformer blocks: the list of modules with the most parameters.
+def block_list(model: nn.Module) -> str:
+    """Return the name of the list of transformer blocks: the list of modules with the most parameters.
 
     Blocks may hold lists themselves (T5's sub-layers, experts); these are never larger, and come later in case of a
     tie (ALBERT's single group). Plain modules may use `nn.Sequential`.

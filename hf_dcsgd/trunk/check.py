@@ -1,0 +1,47 @@
+"""Whether a model computes the same from cached hidden states as from its inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_dcsgd.data.rows import stack
+from hf_dcsgd.trunk.cut import TRUNK_ENTRY, TrunkCacheError
+
+if TYPE_CHECKING:
+    from hf_dcsgd.step import PrivateStep
+
+# How far losses and norms may differ, by the precision in which hidden states are kept.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def require_same_results(step: PrivateStep, rows: list[dict[str, Any]]) -> None:
+    """Raise `TrunkCacheError` unless losses and norms of some cached rows are those without the cache."""
+    was_training = step.model.training
+    step.model.eval()
+    try:
+        with step.randomness(), step.forward_context():
+            for cached in stack(rows):
+                whole = {name: value for name, value in cached.items() if name != TRUNK_ENTRY}
+                tolerance = _TOLERANCE[cached[TRUNK_ENTRY].dtype]
+                for found, expected in zip(_results(step, cached), _results(step, whole), strict=True):
+                    if not torch.allclose(
+                        found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
+                    ):
+                        raise TrunkCacheError(
+                            "losses or gradient norms differ with and without the cache: the trained part of the "
+                            "model uses more of the frozen part than its hidden states"
+                        )
+    except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+        raise TrunkCacheError(f"the model cannot run with its frozen blocks passed over: {error}") from error
+    finally:
+        step.model.train(was_training)
+        step.clipper.verify_again()
+
+
+def _results(step: PrivateStep, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    with step.clipper:
+        losses = step.losses(step.on_device(batch))
+        return losses.detach(), step.clipper.norms(losses)
