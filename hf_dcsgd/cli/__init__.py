@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hf_dcsgd.cli import audit, calibrate, doctor, report, tuning_cost
+from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, tuning_cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="`hf-dcsgd COMMAND --help` explains a command.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for subcommand in (calibrate, tuning_cost, doctor, report, audit):
-        subcommand.declare(subparsers)
+    for subcommand in (calibrate, tuning_cost, doctor, report, audit, cache):
+        subcommand.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.carry_out(arguments))
+        return int(arguments.run(arguments))
     except ValueError as error:
         print(f"{arguments.prog}: error: {error}", file=sys.stderr)
         return 2

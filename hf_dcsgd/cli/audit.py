@@ -6,11 +6,11 @@ import json
 from hf_dcsgd.cli.shared import STRATEGIES, Subparsers, add_json_argument, add_subcommand
 
 
-def declare(subparsers: Subparsers) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = add_subcommand(
         subparsers,
         "audit",
-        carry_out,
+        run,
         help="try to refute the guarantee of this installation",
         description="Tries to refute the guarantee, by running the trainer on a linear model with canaries.\n\n"
         "  level 0  replays a step with and without a canary, noise taken out: sensitivities\n"
@@ -34,7 +34,7 @@ def declare(subparsers: Subparsers) -> None:
     add_json_argument(parser)
 
 
-def carry_out(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.audit import audit_strategy
     from hf_dcsgd.audit.processes import audit_processes
     from hf_dcsgd.validation import require

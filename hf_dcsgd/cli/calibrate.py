@@ -19,11 +19,11 @@ from hf_dcsgd.cli.shared import (
 )
 
 
-def declare(subparsers: Subparsers) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = add_subcommand(
         subparsers,
         "calibrate",
-        carry_out,
+        run,
         help="the noise that a run needs to stay within (ε, δ)",
         description="The noise that a run needs to stay within (ε, δ), by both accountants.\n\n"
         "σ is what the accountant sees. The side release of a strategy (its histogram, say)\n"
@@ -57,7 +57,7 @@ def declare(subparsers: Subparsers) -> None:
     add_json_argument(parser)
 
 
-def carry_out(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.validation import require
 
     side = arguments.histogram_noise_multiplier

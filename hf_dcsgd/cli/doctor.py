@@ -11,11 +11,11 @@ TASKS = (
 )
 
 
-def declare(subparsers: Subparsers) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = add_subcommand(
         subparsers,
         "doctor",
-        carry_out,
+        run,
         help="what private training would do with a model: layers, refusals, a check, time and memory",
         description="What private training would do with a model: which parameters it would train, how the\n"
         "gradients of single examples are computed, what it would refuse and why, whether they agree\n"
@@ -49,7 +49,7 @@ def declare(subparsers: Subparsers) -> None:
     add_json_argument(parser)
 
 
-def carry_out(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.cli.diagnosis import describe, diagnose
     from hf_dcsgd.validation import require
 

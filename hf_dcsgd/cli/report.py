@@ -6,11 +6,11 @@ import json
 from hf_dcsgd.cli.shared import Subparsers, add_subcommand
 
 
-def declare(subparsers: Subparsers) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = add_subcommand(
         subparsers,
         "report",
-        carry_out,
+        run,
         help="the privacy report of a run, finished or not",
         description="Writes privacy_report.json and privacy_report.html into the output directory of a run,\n"
         "from its ledger and the values it released. A run that was killed has one too.",
@@ -20,7 +20,7 @@ def declare(subparsers: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and write nothing")
 
 
-def carry_out(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.privacy.ledger import LedgerError
     from hf_dcsgd.reporting.report import build_report, spent_in_words, write_report
 

@@ -13,12 +13,12 @@ STRATEGIES = (*HISTOGRAM_STRATEGIES, "fixed", "andrew", "du", "auto_clip")
 
 
 def add_subcommand(
-    subparsers: Subparsers, name: str, carry_out: Callable[[argparse.Namespace], int], **texts: str
+    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], **texts: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
-    parser.set_defaults(carry_out=carry_out, prog=parser.prog)
+    parser.set_defaults(run=run, prog=parser.prog)
     return parser
 
 

@@ -16,11 +16,11 @@ from hf_dcsgd.cli.shared import (
 )
 
 
-def declare(subparsers: Subparsers) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     parser = add_subcommand(
         subparsers,
         "tuning-cost",
-        carry_out,
+        run,
         help="the noise that each of several tuning runs needs to stay within one (ε, δ)",
         description="The noise that each of several tuning runs needs, so that choosing the best of\n"
         "them stays within one (ε, δ), by four methods. Every method is a guarantee about its\n"
@@ -44,7 +44,7 @@ def declare(subparsers: Subparsers) -> None:
     add_json_argument(parser)
 
 
-def carry_out(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.privacy.tuning_cost import tuning_costs
     from hf_dcsgd.validation import require_count
 
