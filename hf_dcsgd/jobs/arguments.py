@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
@@ -103,7 +103,7 @@ class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescripti
             return name
         if action.choices is not None and len(str(action.choices)) < 90:
             return f"{name} {{{','.join(map(str, action.choices))}}}"
-        return f"{name} { {int: 'N', float: 'X'}.get(action.type, 'TEXT') }"
+        return f"{name} {'N' if action.type is int else 'X' if action.type is float else 'TEXT'}"
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         untold = action.default in (None, False, "") or "efault" in (action.help or "")
@@ -115,7 +115,7 @@ class JobParser(HfArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         self.groups: dict[bool, Any] = {}  # by whether an option is one of private training
-        dataclasses = (ModelArguments, DataTrainingArguments, DCSGDTrainingArguments)
+        dataclasses: Any = (ModelArguments, DataTrainingArguments, DCSGDTrainingArguments)
         super().__init__(dataclasses, formatter_class=ReadableHelp, **kwargs)
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
@@ -137,15 +137,15 @@ class JobParser(HfArgumentParser):
         if argv and re.search(r"\.(json|ya?ml)$", argv[0]):
             argv = [*_as_command_line(Path(argv[0])), *argv[1:]]
         with explained(str, ValueError):
-            *parsed, unknown = self.parse_args_into_dataclasses(
-                args=list(argv), look_for_args_file=False, return_remaining_strings=True
+            model, data, training, unknown = cast(
+                Any, self.parse_args_into_dataclasses(list(argv), return_remaining_strings=True, look_for_args_file=False)
             )
         if unknown:
             known = [f"--{name}" for dataclass in self.dataclass_types for name in _field_names(dataclass)]
             near = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else " (--help lists all options)"
             raise UserError(f"unknown argument {unknown[0]}{hint}")
-        return tuple(parsed)
+        return model, data, training
 
 
 def _field_names(dataclass: Any) -> set[str]:

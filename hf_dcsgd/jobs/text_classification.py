@@ -282,7 +282,7 @@ def predict(trainer: Trainer, splits: dict[str, Dataset], task: Task) -> dict[st
 
 def publish(trainer: Trainer, model_args: ModelArguments, task: Task) -> None:
     """Write the model card, and push it with the model if asked for."""
-    facts = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-classification"}
+    facts: dict[str, Any] = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-classification"}
     if task.folder:
         of_glue = {"language": "en", "dataset_tags": "glue", "dataset_args": task.name}
         facts |= of_glue | {"dataset": f"GLUE {task.name.upper()}"}
