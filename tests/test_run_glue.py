@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -526,6 +527,22 @@ def test_bad_configuration_files(
         (tmp_path / name).write_text(text)
     assert run_glue.main([str(tmp_path / name)]) == USAGE_ERROR
     assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "options"), [("peft", {"lora": True}), ("hf_dcsgd.jobs.metrics", {})])
+def test_a_missing_extra_is_named(
+    module: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    tiny_bert: str,
+    messages: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    files = {"train_file": messages, "output_dir": tmp_path / "out", "cache_dir": tmp_path / "cache"}
+    assert call(model_name_or_path=tiny_bert, do_train=True, **files, **options) == USAGE_ERROR
+    assert "pip install 'hf-dcsgd[demo]'" in capsys.readouterr().err
 
 
 def test_faults_of_ours_keep_their_traceback() -> None:

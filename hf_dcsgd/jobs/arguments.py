@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
@@ -137,9 +137,8 @@ class JobParser(HfArgumentParser):
         if argv and re.search(r"\.(json|ya?ml)$", argv[0]):
             argv = [*_as_command_line(Path(argv[0])), *argv[1:]]
         with explained(str, ValueError):
-            model, data, training, unknown = cast(
-                Any, self.parse_args_into_dataclasses(list(argv), return_remaining_strings=True, look_for_args_file=False)
-            )
+            parsed: Any = self.parse_args_into_dataclasses(list(argv), True, look_for_args_file=False)
+            model, data, training, unknown = parsed
         if unknown:
             known = [f"--{name}" for dataclass in self.dataclass_types for name in _field_names(dataclass)]
             near = difflib.get_close_matches(unknown[0], known, n=1)
