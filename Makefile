@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RUNS   := $(VENV)/.installed-to-run
-# Small tensors: more threads per process only fight each other. Bytecode is kept, or every process compiles anew.
+# Small tensors: more threads per process only fight each other. Bytecode is kept even where the environment says no:
+# without it, every process that is started compiles torch and transformers anew.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 
 .PHONY: help install demo test test-slow check format bench clean

@@ -2,10 +2,11 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
+from worker_pool import WorkerPool
 
 # The same examples on every machine: a failure can be repeated, and a passing suite stays so.
 settings.register_profile("repeatable", derandomize=True)
@@ -18,6 +19,15 @@ Count = Callable[[str, int], None]
 def count(record_property: Callable[[str, object], None]) -> Count:
     """`count("kills", 3)` adds to the table that ends the output; only tests that pass are counted."""
     return lambda what, number: record_property("count", [what, number])
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[WorkerPool]:
+    """Runs scripts on several processes that need not import anything anew."""
+    jobs = ("hf_dcsgd.jobs.text_classification", "hf_dcsgd.jobs.metrics", "hf_dcsgd.audit.processes")
+    pool = WorkerPool("distributed_worker", *jobs, "hf_dcsgd.reporting.plots", "optuna")
+    yield pool
+    pool.close()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

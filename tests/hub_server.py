@@ -24,6 +24,10 @@ class HubServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts anew, without any repository."""
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
         self.uploaded: list[tuple[str, bytes]] = []

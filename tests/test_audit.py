@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 from conftest import Count
 from scipy import stats
+from worker_pool import WorkerPool
 
 from hf_dcsgd.audit import AuditReport, Finding, audit_strategy, audit_trainer
 from hf_dcsgd.audit.distinguishing import Distinguisher, fit_and_judge
@@ -57,8 +59,12 @@ def test_levels_0_and_1_over_two_processes(clipping: str, count: Count) -> None:
     count("audit passed by a strategy: L3", 1)
 
 
-def test_two_processes_with_the_default_strategy() -> None:
-    assert_passed([audit_processes("dc_sgd_e")])
+def test_two_processes_with_the_default_strategy(workers: WorkerPool) -> None:
+    ended = workers.run(2, ["-m", "hf_dcsgd.audit.processes", "--clipping", "dc_sgd_e"])
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("[[")]
+    assert len(json.loads(line)) == 2
+    for finding in [finding for of_rank in json.loads(line) for finding in of_rank]:
+        assert finding["measured"] <= finding["allowed"], finding
 
 
 def test_a_report_in_one_line_names_what_fails() -> None:

@@ -41,10 +41,3 @@ def test_every_test_that_any_document_names_exists() -> None:
         if not (ROOT / file).exists() or (test and test not in functions_of(ROOT / file))
     ]
     assert not missing
-
-
-def test_floating_point_attacks_are_said_to_be_out_of_scope() -> None:
-    threats = PRIVACY.split("## Threat model", 1)[1].split("\n## ", 1)[0]
-    paragraph = next(part for part in threats.split("\n- ") if "Floating point" in part)
-    assert "out of scope" in paragraph
-    assert "Gaussian samples" in paragraph

@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
 import struct
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,35 +15,37 @@ import torch
 import yaml
 from hub_pusher import CANARY, DATA_SEED, NOISE_SEED, SEED, TOKEN
 from hub_server import HubServer, hub_server
+from worker_pool import WorkerPool
 
 TESTS = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", params=["plain", "lora"])
-def pushed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(kind, server, secrets) after a training run and its pushes in another process."""
-    work = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubServer, WorkerPool]]:
+    """A server, and processes whose client knows no other: huggingface_hub reads its address when it is imported."""
     with hub_server() as server:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
-        environment = {
-            **kept,
-            "HF_ENDPOINT": server.url,
-            "HF_HOME": str(work / "hf_home"),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "no_proxy": "127.0.0.1",
-        }
-        done = subprocess.run(
-            [sys.executable, str(TESTS / "hub_pusher.py"), request.param, str(work)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
+        pool = WorkerPool(
+            *("hub_pusher", "hf_dcsgd.reporting.plots"),
+            HF_ENDPOINT=server.url,
+            HF_HOME=str(tmp_path_factory.mktemp("hf_home")),
+            HF_HUB_OFFLINE="0",
+            HF_HUB_DISABLE_XET="1",
+            HF_HUB_DISABLE_TELEMETRY="1",
+            TOKENIZERS_PARALLELISM="false",
+            no_proxy="127.0.0.1",
         )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        yield request.param, server, json.loads((work / "secrets.json").read_text())
+        yield server, pool
+        pool.close()
+
+
+@pytest.fixture(scope="module", params=["plain", "lora"])
+def pushed(request: pytest.FixtureRequest, hub: tuple[HubServer, WorkerPool], tmp_path_factory):
+    """(kind, server, secrets) after a training run and its pushes in another process."""
+    server, pool = hub
+    work = tmp_path_factory.mktemp(request.param)
+    server.forget()
+    pool.run(1, [TESTS / "hub_pusher.py", request.param, work])
+    return request.param, server, json.loads((work / "secrets.json").read_text())
 
 
 def everything_sent(server: HubServer) -> bytes:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import evaluate
 import numpy as np
 import pytest
 import scipy.stats
 import sklearn.metrics
 from datasets import Dataset
-from glue_fixtures import EXAMPLES, OFFICIAL, save_tiny_bert, write_official
+from glue_fixtures import OFFICIAL, save_tiny_bert, write_official
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 import hf_dcsgd.trainer
+from hf_dcsgd.jobs.arguments import DataTrainingArguments, JobParser
+from hf_dcsgd.jobs.errors import INTERRUPTED, USAGE_ERROR, exit_code_of
+from hf_dcsgd.jobs.glue import TASKS
+from hf_dcsgd.jobs.metrics import TextMetrics
+from hf_dcsgd.jobs.text_classification import metrics_of
+from hf_dcsgd.jobs.text_data import load_text_data, tokenized
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
 # isort: split
-import friendly_errors
-import glue_arguments
-import glue_data
-import glue_tasks
 import run_glue
 
 QUICK = {
@@ -67,10 +70,6 @@ def call(**options: Any) -> int:
     return run_glue.main(argv)
 
 
-def data_arguments(**options: Any) -> glue_arguments.DataTrainingArguments:
-    return glue_arguments.DataTrainingArguments(**options)
-
-
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 # Task → labels of the train split, and of each evaluation split, as ids.
@@ -89,22 +88,22 @@ EXPECTED_LABELS = {
 
 @pytest.mark.parametrize("task", OFFICIAL)
 def test_official_files_of_each_task_are_read_and_tokenized(task: str, tmp_path: Path, tiny_bert: str) -> None:
-    args = data_arguments(task_name=task, glue_dir=str(write_official(tmp_path, task)))
-    data = glue_data.load_glue_data(args)
+    args = DataTrainingArguments(task_name=task, glue_dir=str(write_official(tmp_path, task)))
+    data = load_text_data(args)
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     train_labels, evaluation_labels = EXPECTED_LABELS[task]
-    train = glue_data.tokenized(data, "train", tokenizer, args)
+    train = tokenized(data, "train", tokenizer, args)
     assert list(train["label"]) == pytest.approx(train_labels)
-    found = [list(glue_data.tokenized(data, split, tokenizer, args)["label"]) for split in data.evaluation_splits()]
+    found = [list(tokenized(data, split, tokenizer, args)["label"]) for split in data.splits_of("validation")]
     assert found == evaluation_labels
-    for split in data.test_splits():
-        assert "label" not in glue_data.tokenized(data, split, tokenizer, args).column_names
-    is_pair = len(data.columns.texts) == 2
+    for split in data.splits_of("test"):
+        assert "label" not in tokenized(data, split, tokenizer, args).column_names
+    is_pair = len(data.task.texts) == 2
     assert train[0]["input_ids"].count(tokenizer.sep_token_id) == (2 if is_pair else 1)
 
 
 def test_open_quotes_are_text(tmp_path: Path) -> None:
-    data = glue_data.load_glue_data(data_arguments(task_name="qnli", glue_dir=str(write_official(tmp_path, "qnli"))))
+    data = load_text_data(DataTrainingArguments(task_name="qnli", glue_dir=str(write_official(tmp_path, "qnli"))))
     assert data.splits["train"]["question"][0] == '"When did it start?'
     assert data.splits["train"]["sentence"][0] == 'It started in 1903, he said: "we began.'
 
@@ -121,7 +120,7 @@ def test_label_ids_are_those_of_the_hub() -> None:
         "wnli": ("not_entailment", "entailment"),
         "stsb": (),
     }
-    assert {name: task.labels for name, task in glue_tasks.TASKS.items()} == hub
+    assert {name: task.labels for name, task in TASKS.items()} == hub
 
 
 def reference_metrics(task: str, predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
@@ -140,20 +139,20 @@ def reference_metrics(task: str, predictions: np.ndarray, references: np.ndarray
 
 @pytest.mark.parametrize("task", OFFICIAL)
 def test_metrics_of_each_task(task: str, tmp_path: Path) -> None:
-    data = glue_data.load_glue_data(data_arguments(task_name=task, glue_dir=str(write_official(tmp_path, task))))
+    data = load_text_data(DataTrainingArguments(task_name=task, glue_dir=str(write_official(tmp_path, task))))
     generator = np.random.default_rng(0)
-    width = max(len(data.label_names), 1)
+    width = max(len(data.task.labels), 1)
     logits = generator.normal(size=(40, width)).astype(np.float32)
     references = (
         generator.uniform(0, 5, 40).astype(np.float32) if task == "stsb" else generator.integers(width, size=40)
     )
     answers = logits[:, 0] if task == "stsb" else logits.argmax(axis=-1)
-    found = run_glue.metrics_of(data)(EvalPrediction(predictions=logits, label_ids=references))
+    found = metrics_of(data.task)(EvalPrediction(predictions=logits, label_ids=references))
     assert found == pytest.approx(reference_metrics(task, answers, references), abs=1e-6)
 
 
 def test_metric_of_a_constant_prediction_is_finite() -> None:
-    metric = evaluate.load(str(EXAMPLES / "glue_metrics"), "regression", keep_in_memory=True)
+    metric = TextMetrics(config_name="pearson,spearmanr,mean_squared_error", keep_in_memory=True)
     values = metric.compute(predictions=[2.0, 2.0, 2.0], references=[1.0, 2.0, 3.0])
     assert values == pytest.approx({"pearson": 0.0, "spearmanr": 0.0, "mean_squared_error": 2 / 3})
 
@@ -178,11 +177,11 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
 def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
     path = write_rows(message_rows(), tmp_path / f"rows{suffix}")
-    data = glue_data.load_glue_data(data_arguments(train_file=str(path)), cache_dir=str(tmp_path / "cache"))
-    assert data.columns == glue_data.Columns(("text",), "label")
-    assert data.label_names == ("no", "yes")
+    data = load_text_data(DataTrainingArguments(train_file=str(path)), cache_dir=str(tmp_path / "cache"))
+    assert (data.task.texts, data.task.label) == (("text",), "label")
+    assert data.task.labels == ("no", "yes")
     assert list(data.splits["train"]["text"]) == [row["text"] for row in message_rows()]
-    assert data.metric_config == "classification"
+    assert data.task.metrics == ("accuracy", "f1_macro")
 
 
 @pytest.mark.parametrize(
@@ -197,9 +196,9 @@ def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
 def test_columns_are_found(row: dict[str, Any], texts: tuple[str, ...], label: str, tmp_path: Path) -> None:
     other = {name: value + 1 if isinstance(value, int | float) else f"{value}2" for name, value in row.items()}
     path = write_rows([row, other], tmp_path / "rows.json")
-    data = glue_data.load_glue_data(data_arguments(train_file=str(path)), cache_dir=str(tmp_path / "cache"))
-    assert data.columns == glue_data.Columns(texts, label)
-    assert data.is_regression == (label == "score")
+    data = load_text_data(DataTrainingArguments(train_file=str(path)), cache_dir=str(tmp_path / "cache"))
+    assert (data.task.texts, data.task.label) == (texts, label)
+    assert data.task.is_regression == (label == "score")
 
 
 def test_labels_may_be_named_and_numbered(tmp_path: Path, tiny_bert: str) -> None:
@@ -207,9 +206,9 @@ def test_labels_may_be_named_and_numbered(tmp_path: Path, tiny_bert: str) -> Non
     path = write_rows(rows, tmp_path / "rows.json")
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     for options, ids in (({}, [1, 0, 1]), ({"labels": "7,3"}, [0, 1, 0])):
-        args = data_arguments(train_file=str(path), **options)
-        data = glue_data.load_glue_data(args, cache_dir=str(tmp_path / "cache"))
-        assert list(glue_data.tokenized(data, "train", tokenizer, args)["label"]) == ids
+        args = DataTrainingArguments(train_file=str(path), **options)
+        data = load_text_data(args, cache_dir=str(tmp_path / "cache"))
+        assert list(tokenized(data, "train", tokenizer, args)["label"]) == ids
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -355,10 +354,10 @@ def test_interrupted_run_is_offered_and_resumed(
 
     with monkeypatch.context() as patch:
         patch.setattr(hf_dcsgd.trainer.DCSGDTrainer, "training_step", interrupted)
-        assert call(**options) == 130
+        assert call(**options) == INTERRUPTED
     assert "--resume_from_checkpoint last" in capsys.readouterr().err
 
-    assert call(**options) == friendly_errors.EXIT_CODE
+    assert call(**options) == USAGE_ERROR
     said = capsys.readouterr().err
     assert "already holds a run (3 of 4 steps charged)" in said
     assert "--resume_from_checkpoint last" in said
@@ -400,7 +399,7 @@ def test_file_and_command_line_mean_the_same(suffix: str, tmp_path: Path) -> Non
         path.write_text("\n".join(lines).replace("0.001", "1e-3"))
     line = "--model_name_or_path somewhere --task_name qnli --output_dir out --do_train --learning_rate 1e-3"
     argv = [*line.split(), "--target_epsilon", "4", "--label_names", "labels"]
-    from_file, from_line = glue_arguments.arguments([str(path)]), glue_arguments.arguments(argv)
+    from_file, from_line = JobParser().parse([str(path)]), JobParser().parse(argv)
     for one, two in zip(from_file, from_line, strict=True):
         # Logging directories and the like carry the time.
         one, two = ({k: v for k, v in vars(o).items() if isinstance(v, int | float | list | None)} for o in (one, two))
@@ -410,7 +409,7 @@ def test_file_and_command_line_mean_the_same(suffix: str, tmp_path: Path) -> Non
 def test_options_after_a_file_have_the_last_word(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
-    _, data, training = glue_arguments.arguments([str(path), "--target_epsilon", "2", "--task_name", "rte"])
+    _, data, training = JobParser().parse([str(path), "--target_epsilon", "2", "--task_name", "rte"])
     assert (training.target_epsilon, data.task_name) == (2.0, "rte")
     assert training.learning_rate == 1e-3
 
@@ -418,12 +417,12 @@ def test_options_after_a_file_have_the_last_word(tmp_path: Path) -> None:
 def test_empty_cells_are_empty_texts(tmp_path: Path, tiny_bert: str) -> None:
     rows = "".join(f"{'' if k == 3 else 'word'},{'yes' if k % 2 else 'no'}\n" for k in range(8))
     (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
-    _, data_args, _ = glue_arguments.arguments(
+    _, data_args, _ = JobParser().parse(
         ["--model_name_or_path", tiny_bert, "--train_file", str(tmp_path / "rows.csv"), "--output_dir", str(tmp_path)]
     )
-    data = glue_data.load_glue_data(data_args, str(tmp_path / "cache"))
+    data = load_text_data(data_args, str(tmp_path / "cache"))
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
-    tokens = glue_data.tokenized(data, "train", tokenizer, data_args)["input_ids"]
+    tokens = tokenized(data, "train", tokenizer, data_args)["input_ids"]
     assert tokens[3] == tokenizer("")["input_ids"]
 
 
@@ -435,14 +434,13 @@ def test_help_has_a_text_for_every_option(capsys: pytest.CaptureFixture[str]) ->
     for heading in ("\nmodel:", "\ndata:", "\nprivacy:", "\ntraining (transformers' TrainingArguments):"):
         assert heading in text
     assert text.index("\nmodel:") < text.index("\nprivacy:") < text.index("\ntraining (")
-    parser = glue_arguments.GlueArgumentParser()
-    assert [action.dest for action in parser._actions if not action.help] == []
-    privacy = next(group for group in parser._action_groups if group.title == "privacy")
-    assert {"target_epsilon", "clipping", "trainable_layers", "unsafe_noise_seed"} <= {
-        action.dest for action in privacy._group_actions
-    }
-    listed = [action for group in parser._action_groups for action in group._group_actions]
-    assert len(listed) == len({id(action) for action in listed}) == len(parser._actions)
+    privacy, training = text.split("\nprivacy:")[1].split("\ntraining (")
+    for option in ("target_epsilon", "clipping", "trainable_layers", "unsafe_noise_seed"):
+        assert f"\n  --{option}" in privacy
+        assert f"\n  --{option}" not in training
+    assert "\n  --learning_rate X" in training
+    # An option without a text stands alone: the next line is another option.
+    assert not re.findall(r"\n  --\S+[^\n]{0,30}\n(?=  -)", text)
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -458,7 +456,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "glue folder of another task": (
         {"train_file": None, "task_name": "rte", "glue_dir": "EMPTY"}, ("holds none of train.tsv", "empty/RTE"),
     ),
-    "missing column": ({"text_column": "txet"}, ("--text_column 'txet'", "columns: text, label")),
+    "missing column": ({"text_column": "txet"}, ("'txet'", "columns: text, label", "--text_column")),
     "pair without text": ({"text_pair_column": "text"}, ("needs --text_column",)),
     "no file": ({"train_file": "missing.csv"}, ("--train_file missing.csv", "no such file")),
     "unknown format": ({"train_file": "rows.xlsx"}, ("rows.xlsx", ".csv")),
@@ -472,7 +470,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown strategy": ({"clipping": "dc_sgd"}, ("clipping", "dc_sgd_e")),
     "presets on adapters": ({"lora": True, "lora_targets": "query", "trainable_layers": "head"}, ("as_is",)),
     "unknown lora target": ({"lora": True, "lora_targets": "qeury"}, ("--lora_targets qeury", "key, query, value")),
-    "no checkpoint": ({"resume_from_checkpoint": "last"}, ("no checkpoint in",)),
+    "no checkpoint": ({"resume_from_checkpoint": "last"}, ("complete checkpoint in",)),
     "nothing to do": ({"do_train": None}, ("--do_train, --do_eval or --do_predict",)),
     "no validation data": ({"do_train": None, "do_eval": True}, ("no validation data",)),
     "no test data": ({"do_train": None, "do_predict": True}, ("no test data",)),
@@ -505,7 +503,7 @@ def test_errors_are_one_friendly_line(
         "model_name_or_path": tiny_bert, "train_file": messages, "do_train": True, "output_dir": tmp_path / "out",
         "cache_dir": tmp_path / "cache",
     }  # fmt: skip
-    assert call(**{**defaults, **options}) == friendly_errors.EXIT_CODE
+    assert call(**{**defaults, **options}) == USAGE_ERROR
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     for fragment in fragments:
@@ -527,8 +525,24 @@ def test_bad_configuration_files(
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    assert run_glue.main([str(tmp_path / name)]) == friendly_errors.EXIT_CODE
+    assert run_glue.main([str(tmp_path / name)]) == USAGE_ERROR
     assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "options"), [("peft", {"lora": True}), ("hf_dcsgd.jobs.metrics", {})])
+def test_a_missing_extra_is_named(
+    module: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    tiny_bert: str,
+    messages: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    files = {"train_file": messages, "output_dir": tmp_path / "out", "cache_dir": tmp_path / "cache"}
+    assert call(model_name_or_path=tiny_bert, do_train=True, **files, **options) == USAGE_ERROR
+    assert "pip install 'hf-dcsgd[demo]'" in capsys.readouterr().err
 
 
 def test_faults_of_ours_keep_their_traceback() -> None:
@@ -536,4 +550,4 @@ def test_faults_of_ours_keep_their_traceback() -> None:
         raise ValueError("not for the user")
 
     with pytest.raises(ValueError, match="not for the user"):
-        friendly_errors.exit_with_one_line(fault)
+        exit_code_of(fault)

