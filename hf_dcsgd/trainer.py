@@ -93,7 +93,7 @@ class DCSGDTrainer(PublishingTrainer):
         self.clipper: GhostClipper | None = None
         self.search_cost: SearchCost | None = None
         self._trials: list[tuple[str, DPMechanism]] = []
-        self._clipped_sums: dict[str, Tensor] = {}
+        self._clipped_sum: Tensor | None = None
         super().__init__(*args, **kwargs)
         self._refuse_incompatible()
         if not self.is_world_process_zero():
@@ -205,7 +205,7 @@ class DCSGDTrainer(PublishingTrainer):
         """A callback may end an epoch within a logical batch, whose records could be drawn again for the next one."""
         if self.mechanism is not None:
             self.mechanism.discard()
-        self._clipped_sums = {}
+        self._clipped_sum = None
         self.model.zero_grad()
 
     # -- the start of a run ------------------------------------------------------------------------------------------
@@ -307,32 +307,22 @@ class DCSGDTrainer(PublishingTrainer):
             norms = self.clipper.norms(losses)
             # A gradient that the forward or a loss of the user's left there was not clipped.
             self.model.zero_grad()
-            self.clipper.accumulate(self.mechanism.clip_factors(norms, losses.detach()))
-        self._take_sums()
+            factors = self.mechanism.clip_factors(norms, losses.detach())
+            if self._clipped_sum is None:
+                self._clipped_sum = self.clipper.zeros()
+            self.clipper.accumulate(factors, into=self._clipped_sum)
         return losses.detach().sum()
-
-    def _take_sums(self) -> None:
-        """Moves the clipped sums out of `param.grad`, where callbacks would find them before the noise."""
-        assert self.clipper is not None
-        for name, parameter in self.clipper.parameters.items():
-            assert parameter.grad is not None
-            so_far = self._clipped_sums.get(name)
-            self._clipped_sums[name] = parameter.grad if so_far is None else so_far.add_(parameter.grad)
-            parameter.grad = None
 
     def _release(self) -> float | None:
         """Writes the noised mean of the clipped sums into `param.grad`; returns the noised loss, if there is one."""
         assert self.mechanism is not None
         assert self.clipper is not None
-        parameters = self.clipper.parameters
-        clipped_sum = torch.cat(
-            [self._clipped_sums.get(name, torch.zeros_like(p)).flatten().float() for name, p in parameters.items()]
-        )
-        self._clipped_sums = {}
-        release = self.mechanism.release(clipped_sum)
-        parts = release.noisy_gradient.split([p.numel() for p in parameters.values()])
-        for parameter, part in zip(parameters.values(), parts, strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        clipped_sum = self.clipper.zeros() if self._clipped_sum is None else self._clipped_sum
+        self._clipped_sum = None
+        release = self.mechanism.release(clipped_sum.float())
+        for name, part in self.clipper.unflatten(release.noisy_gradient).items():
+            parameter = self.clipper.parameters[name]
+            parameter.grad = part.to(parameter.dtype)
         return release.noisy_loss
 
     def _losses(self, inputs: Batch) -> tuple[Tensor, Any]:

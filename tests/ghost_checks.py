@@ -43,6 +43,7 @@ def run(
     factors: Tensor | None = None,
     seed: int = 0,
     around_forward: Any = contextlib.nullcontext,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Norms of one micro-batch, after accumulating it (with factors of one unless told otherwise)."""
     torch.manual_seed(seed)
@@ -51,12 +52,16 @@ def run(
             output = clipper.model(**inputs)
             per_example = losses(clipper.model, output, labels)
         norms = clipper.norms(per_example)
-        clipper.accumulate(torch.ones_like(norms) if factors is None else factors)
+        clipper.accumulate(
+            torch.ones_like(norms) if factors is None else factors, clipper.zeros() if into is None else into
+        )
     return norms
 
 
-def assert_grads(model: nn.Module, expected: Mapping[str, Tensor], rtol: float = 1e-4) -> None:
-    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+def assert_sum(clipper: GhostClipper, clipped_sum: Tensor, expected: Mapping[str, Tensor], rtol: float = 1e-4) -> None:
+    """The parts of the sum are the expected ones, and nothing was left where others would find it."""
+    found = clipper.unflatten(clipped_sum)
+    assert all(p.grad is None for p in clipper.model.parameters())
     length = torch.stack([value.norm() for value in expected.values()]).norm()
     assert set(found) == set(expected)
     for name, value in expected.items():
@@ -84,8 +89,8 @@ def check_exact(
         gradients = gradients_on_one_graph(model, inputs, labels, losses, seed)
     expected = norms_of(gradients)
     factors = clip_factors(expected, expected.median().item())
-    model.zero_grad()
-    norms = run(clipper, inputs, labels, losses, factors, seed)
+    clipped_sum = clipper.zeros()
+    norms = run(clipper, inputs, labels, losses, factors, seed, into=clipped_sum)
     torch.testing.assert_close(norms.double(), expected, rtol=rtol, atol=1e-7)
-    assert_grads(model, clipped_sum_of(gradients, factors), rtol)
+    assert_sum(clipper, clipped_sum, clipped_sum_of(gradients, factors), rtol)
     return clipper

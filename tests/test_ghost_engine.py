@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from architectures import ARCHITECTURES, ENCODER, IMAGE_SIZE, NUM_LABELS, randomised
-from ghost_checks import assert_grads, check_exact, gradients_on_one_graph, run, squared_output
+from ghost_checks import assert_sum, check_exact, gradients_on_one_graph, run, squared_output
 from oracles import clipped_sum_of, gradients_of, gradients_one_by_one, norms_of
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -87,37 +87,37 @@ def test_micro_batches_accumulate(name):
     gradients = gradients_one_by_one(model, inputs, labels)
     factors = torch.rand(5, generator=torch.Generator().manual_seed(0))
     clipper = GhostClipper(model)
+    clipped_sum = clipper.zeros()
     for index in ([0, 1, 2], [3], [4]):
-        run(clipper, rows(inputs, index), rows(labels, index), factors=factors[index])
-    assert_grads(model, clipped_sum_of(gradients, factors))
+        run(clipper, rows(inputs, index), rows(labels, index), factors=factors[index], into=clipped_sum)
+    assert_sum(clipper, clipped_sum, clipped_sum_of(gradients, factors))
 
 
 def test_micro_batches_within_one_context_accumulate():
     model, x = perceptron(), torch.randn(4, 4)
     gradients = gradients_one_by_one(model, {"x": x}, torch.zeros(4), squared_output)
     clipper, factors = GhostClipper(model), torch.tensor([0.1, 0.7, 1.0, 0.0])
+    clipped_sum = clipper.zeros()
     with clipper:
         for half in (slice(0, 2), slice(2, 4)):
             clipper.norms(squared_output(model, model(x[half])))
-            clipper.accumulate(factors[half])
-    assert_grads(model, clipped_sum_of(gradients, factors))
+            clipper.accumulate(factors[half], into=clipped_sum)
+    assert_sum(clipper, clipped_sum, clipped_sum_of(gradients, factors))
 
 
 def test_an_empty_batch_adds_nothing():
     model = perceptron()
     clipper = GhostClipper(model)
-    norms = run(clipper, {"x": torch.zeros(0, 4)}, losses=squared_output)
-    assert norms.shape == (0,)
-    assert norms.dtype == torch.float32
-    assert all(p.grad.shape == p.shape and not p.grad.any() for p in model.parameters())
-
-    run(clipper, {"x": torch.randn(3, 4)}, losses=squared_output)
-    before = {name: p.grad.clone() for name, p in model.named_parameters()}
-    run(clipper, {"x": torch.zeros(0, 4)}, losses=squared_output)
-    with clipper:  # transformers models cannot run on nothing: no forward at all is fine too
-        assert clipper.norms(torch.zeros(0)).shape == (0,)
-        clipper.accumulate(torch.zeros(0))
-    assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+    clipped_sum = torch.arange(clipper.num_parameters, dtype=torch.float32)
+    for _ in range(2):
+        norms = run(clipper, {"x": torch.zeros(0, 4)}, losses=squared_output, into=clipped_sum)
+        assert norms.shape == (0,)
+        assert norms.dtype == torch.float32
+        with clipper:  # transformers models cannot run on nothing: no forward at all is fine too
+            assert clipper.norms(torch.zeros(0)).shape == (0,)
+            clipper.accumulate(torch.zeros(0), into=clipped_sum)
+        assert torch.equal(clipped_sum, torch.arange(clipper.num_parameters, dtype=torch.float32))
+        run(clipper, {"x": torch.randn(3, 4)}, losses=squared_output)  # and after a batch that is not empty
 
 
 def test_a_batch_of_one_comes_first():
@@ -126,10 +126,37 @@ def test_a_batch_of_one_comes_first():
     check_exact(clipper, *ARCHITECTURES["xlnet"].batch(model, n=3), per_example_losses)
 
 
-def test_norms_are_never_part_of_a_graph():
+def test_norms_and_sums_are_never_part_of_a_graph():
     model, inputs, labels = prepared("t5")
-    assert not run(GhostClipper(model), inputs, labels).requires_grad
-    assert not any(p.grad.requires_grad for p in model.parameters())
+    clipper = GhostClipper(model)
+    clipped_sum = clipper.zeros()
+    assert not run(clipper, inputs, labels, into=clipped_sum).requires_grad
+    assert not clipped_sum.requires_grad
+
+
+def test_the_buffer_has_the_parameters_in_their_order():
+    model = perceptron()
+    model.first.bias.requires_grad_(False)
+    clipper = GhostClipper(model)
+    flat = torch.arange(float(clipper.num_parameters))
+    parts = clipper.unflatten(flat)
+    assert list(parts) == list(clipper.parameters) == ["first.weight", "second.weight", "second.bias"]
+    assert torch.equal(torch.cat([part.flatten() for part in parts.values()]), flat)
+    assert [part.shape for part in parts.values()] == [(5, 4), (3, 5), (3,)]
+    parts["second.bias"].zero_()
+    assert not flat[-3:].any()
+
+
+def test_gradients_of_others_are_neither_read_nor_changed():
+    model, x = perceptron(), torch.randn(3, 4)
+    clipper = GhostClipper(model)
+    sums = [clipper.zeros(), clipper.zeros()]
+    run(clipper, {"x": x}, losses=squared_output, into=sums[0])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    run(clipper, {"x": x}, losses=squared_output, into=sums[1])
+    torch.testing.assert_close(*sums)
+    assert all((p.grad == 7.0).all() for p in model.parameters())
 
 
 def test_a_module_called_twice_counts_once_with_cross_terms():
@@ -168,13 +195,13 @@ def test_per_example_gradients_of_linear_layers_are_written_down_only_beyond_the
     n, p, d = 7, 24, 20  # p·d / (p + d) = 10.9 positions
     model = nn.Linear(d, p)
     clipper = GhostClipper(model)
-    inputs = {"input": torch.randn(n, positions, d)}
+    inputs, clipped_sum = {"input": torch.randn(n, positions, d)}, clipper.zeros()
     for verifying in (True, False):
         with clipper:
             losses = squared_output(model, model(**inputs))
             with OutputShapes() as seen:
                 clipper.norms(losses)
-                clipper.accumulate(torch.ones(n))
+                clipper.accumulate(torch.ones(n), into=clipped_sum)
         assert ((n, p, d) in seen.shapes) is written, verifying
         if not written:
             assert max(torch.Size(shape).numel() for shape in seen.shapes) < n * p * d
@@ -212,7 +239,7 @@ def test_everything_is_freed_after_accumulate():
         assert hook_count(model) > 0
         clipper.norms(squared_output(model, model(torch.randn(3, 4))))
         assert alive(model) > 0
-        clipper.accumulate(torch.ones(3))
+        clipper.accumulate(torch.ones(3), clipper.zeros())
         assert alive(model) == 0
     assert hook_count(model) == 0
 
@@ -236,7 +263,7 @@ def test_everything_is_freed_when_an_exception_passes(where):
             if where == "forward":
                 raise ZeroDivisionError
             clipper.norms(losses[:2] if where == "norms" else losses)
-            clipper.accumulate(torch.ones(2))
+            clipper.accumulate(torch.ones(2), clipper.zeros())
 
     with pytest.raises((ZeroDivisionError, ValueError)):
         fail()
@@ -255,10 +282,10 @@ def test_frozen_modules_are_neither_hooked_nor_differentiated():
         hooked = {name for name, module in model.named_modules() if module._forward_hooks}
         losses = per_example_losses(model, model(**inputs), labels)
         norms = clipper.norms(losses)
-        clipper.accumulate(torch.ones_like(norms))
+        clipper.accumulate(torch.ones_like(norms), clipper.zeros())
     assert hooked == {name.rpartition(".")[0] for name in selected} | {"bert.encoder.layer.0"}
     assert not any(x.requires_grad for x in tree_leaves(trunk))
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == set(selected)
+    assert set(clipper.parameters) == set(selected)
 
 
 # --- modes -----------------------------------------------------------------------------------------------------------
@@ -297,8 +324,9 @@ def test_dropout_masks_are_those_of_the_forward(name):
     torch.manual_seed(7)
     total = gradients_of(per_example_losses(model, model(**inputs), labels).sum(), model)
     clipper = GhostClipper(model)
-    run(clipper, inputs, labels, seed=7)
-    assert_grads(model, {key: value.double() for key, value in total.items()})
+    clipped_sum = clipper.zeros()
+    run(clipper, inputs, labels, seed=7, into=clipped_sum)
+    assert_sum(clipper, clipped_sum, {key: value.double() for key, value in total.items()})
     for seed in (7, 8):  # the second one with everything already verified
         check_exact(clipper, inputs, labels, per_example_losses, alone=False, seed=seed)
     if name == "vit":  # its embeddings have no rule, and running them again would draw other masks
@@ -384,11 +412,12 @@ def test_bf16_autocast(name):
     with AUTOCAST():
         gradients = gradients_on_one_graph(model, inputs, labels, per_example_losses, seed=0)
     clipper = GhostClipper(model)
-    norms = run(clipper, inputs, labels, around_forward=AUTOCAST)
+    clipped_sum = clipper.zeros()
+    norms = run(clipper, inputs, labels, around_forward=AUTOCAST, into=clipped_sum)
     assert norms.dtype == torch.float32
     torch.testing.assert_close(norms.double(), norms_of(gradients), rtol=0.02, atol=0.0)
-    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
-    assert_grads(model, clipped_sum_of(gradients, torch.ones(4)), rtol=0.05)
+    assert clipped_sum.dtype == torch.float32
+    assert_sum(clipper, clipped_sum, clipped_sum_of(gradients, torch.ones(4)), rtol=0.05)
     plain = GhostClipper(model)
     torch.testing.assert_close(norms, run(plain, inputs, labels), rtol=0.06, atol=0.0)
     assert clipper.slow_parameters == plain.slow_parameters
@@ -400,10 +429,9 @@ def test_clipped_sums_in_bf16_are_bounded_by_the_norms_that_were_measured(name):
     clipper = GhostClipper(model)
     for threshold in torch.logspace(-6, 0, 7):
         factor = threshold / run(clipper, inputs, labels, around_forward=AUTOCAST)
-        model.zero_grad()
-        run(clipper, inputs, labels, factors=factor, around_forward=AUTOCAST)
-        length = torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()
-        assert length <= threshold * (1 + 1e-5)
+        clipped_sum = clipper.zeros()
+        run(clipper, inputs, labels, factors=factor, around_forward=AUTOCAST, into=clipped_sum)
+        assert clipped_sum.double().norm() <= threshold * (1 + 1e-5)
 
 
 def test_losses_in_bf16_give_fp32_norms():
@@ -415,8 +443,8 @@ def test_losses_in_bf16_give_fp32_norms():
 
 
 def test_double_precision():
-    model = perceptron().double()
-    check_exact(model, {"x": torch.randn(3, 5, 4, dtype=torch.float64)}, rtol=1e-6)
+    clipper = check_exact(perceptron().double(), {"x": torch.randn(3, 5, 4, dtype=torch.float64)}, rtol=1e-6)
+    assert clipper.zeros().dtype == torch.float64
 
 
 # --- misuse ----------------------------------------------------------------------------------------------------------
@@ -436,7 +464,7 @@ def test_accumulate_before_norms():
     with GhostClipper(model) as clipper:
         model(torch.randn(3, 4))
         with pytest.raises(RuntimeError, match="needs norms"):
-            clipper.accumulate(torch.ones(3))
+            clipper.accumulate(torch.ones(3), clipper.zeros())
 
 
 def test_norms_outside_of_the_context():
@@ -472,9 +500,19 @@ def test_wrong_clip_factors(factors):
     model = perceptron()
     with GhostClipper(model) as clipper:
         clipper.norms(squared_output(model, model(torch.randn(3, 4))))
+        clipped_sum = clipper.zeros()
         with pytest.raises(ValueError, match="clip factor"):
-            clipper.accumulate(factors)
-    assert all(p.grad is None for p in model.parameters())
+            clipper.accumulate(factors, into=clipped_sum)
+    assert not clipped_sum.any()
+
+
+@pytest.mark.parametrize("into", [torch.zeros(42), torch.zeros(43, 1), torch.zeros(43, dtype=torch.float64)])
+def test_a_buffer_of_another_shape_or_precision(into):
+    model = perceptron()
+    with GhostClipper(model) as clipper:
+        clipper.norms(squared_output(model, model(torch.randn(3, 4))))
+        with pytest.raises(ValueError, match=r"shape \(43,\) and torch\.float32"):
+            clipper.accumulate(torch.ones(3), into=into)
 
 
 def test_the_context_cannot_be_nested_in_itself():

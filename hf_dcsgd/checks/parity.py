@@ -55,34 +55,26 @@ def _config_tokens(model: nn.Module) -> list[int]:
 def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], tolerance: float) -> None:
     """Raises `ParityError` unless norms and clipped sum agree with one autograd call per example on the same graph.
 
-    `losses_of` runs the forward and returns the per-example losses. Gradients are left as they were found.
+    `losses_of` runs the forward and returns the per-example losses.
     """
-    parameters = list(clipper.parameters.values())
-    before = [p.grad for p in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = None
-        with clipper:
-            losses = losses_of()
-            _require_usable(losses)
-            each = [
-                torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses.unbind()
-            ]
-            norms = clipper.norms(losses)
-            factors = torch.linspace(1.0, 0.5, len(losses), device=losses.device)
-            clipper.accumulate(factors)
-        expected_norms = torch.stack([_norm(grads) for grads in each])
-        _require_close("norms", norms, expected_norms, tolerance, expected_norms)
-        for i, (name, parameter) in enumerate(clipper.parameters.items()):
-            expected = sum(
-                (f * grads[i] for f, grads in zip(factors, each, strict=True) if grads[i] is not None),
-                torch.zeros_like(parameter),
-            )
-            assert parameter.grad is not None
-            _require_close(f"clipped sum of {name}", parameter.grad, expected, tolerance, expected_norms.sum())
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
+    parameters, clipped_sum = list(clipper.parameters.values()), clipper.zeros()
+    with clipper:
+        losses = losses_of()
+        _require_usable(losses)
+        each = [
+            torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses.unbind()
+        ]
+        norms = clipper.norms(losses)
+        factors = torch.linspace(1.0, 0.5, len(losses), device=losses.device)
+        clipper.accumulate(factors, into=clipped_sum)
+    expected_norms = torch.stack([_norm(grads) for grads in each])
+    _require_close("norms", norms, expected_norms, tolerance, expected_norms)
+    for i, (name, found) in enumerate(clipper.unflatten(clipped_sum).items()):
+        expected = sum(
+            (f * grads[i] for f, grads in zip(factors, each, strict=True) if grads[i] is not None),
+            torch.zeros_like(found),
+        )
+        _require_close(f"clipped sum of {name}", found, expected, tolerance, expected_norms.sum())
 
 
 def check_independence(together: Tensor, alone: Tensor, tolerance: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -61,27 +61,22 @@ def measure_step(
     """Seconds and bytes of a step on `batch_size` examples; `losses_of()` are the losses of `measured_size` examples.
 
     Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds` is the same
-    forward and backward without clipping. Gradients are left as they were found.
+    forward and backward without clipping.
     """
-    parameters = list(clipper.parameters.values())
-    before = [p.grad for p in parameters]
+    parameters, clipped_sum = list(clipper.parameters.values()), clipper.zeros()
 
     def private() -> None:
         with clipper:
             norms = clipper.norms(losses_of())
-            clipper.accumulate((1.0 / (norms + 1.0)).clamp(max=1.0))
+            clipper.accumulate((1.0 / (norms + 1.0)).clamp(max=1.0), into=clipped_sum)
 
     def plain() -> None:
         torch.autograd.grad(losses_of().mean(), parameters, allow_unused=True)
 
-    try:
-        private()  # the first batch is checked against autograd, which later ones are not
-        scale = batch_size / measured_size
-        private_seconds, plain_seconds = _seconds(private), _seconds(plain)
-        activations = _peak_bytes(private, parameters)
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
+    private()  # the first batch is checked against autograd, which later ones are not
+    scale = batch_size / measured_size
+    private_seconds, plain_seconds = _seconds(private), _seconds(plain)
+    activations = _peak_bytes(private, parameters[0].device)
     trainable = sum(p.numel() for p in parameters)
     memory = {
         "weights": sum(p.numel() * p.element_size() for p in clipper.model.parameters()),
@@ -110,20 +105,16 @@ def _seconds(action: Callable[[], None], repeats: int = 3) -> float:
     return min(times)
 
 
-def _peak_bytes(action: Callable[[], None], parameters: list[nn.Parameter]) -> int:
-    """The most bytes at one time beyond weights and gradients, which are counted elsewhere."""
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
-    if parameters[0].is_cuda:
-        device = parameters[0].device
+def _peak_bytes(action: Callable[[], None], device: torch.device) -> int:
+    """The most bytes at one time beyond weights and the clipped sum, which are counted elsewhere."""
+    if device.type == "cuda":
         start = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         action()
         return int(torch.cuda.max_memory_allocated(device)) - int(start)
-    for parameter in parameters:
-        parameter.grad = None
     with PeakMemory() as memory:
         action()
-    return max(memory.peak - gradients, 0)
+    return memory.peak
 
 
 def _synchronise() -> None:

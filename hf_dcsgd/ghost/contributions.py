@@ -47,10 +47,14 @@ class Outer:
     def double(self) -> Outer:
         return Outer(self.left.double(), self.right.double())
 
-    def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor:
-        left, right = working_precision(self.left), working_precision(self.right)
-        left = left * factors.to(left.dtype)[:, None, None]
-        return (left.flatten(0, 1).T @ right.flatten(0, 1)).view(shape)
+    def add_weighted_sum(self, factors: Tensor, out: Tensor) -> None:
+        left, right = self.left.to(out.dtype), self.right.to(out.dtype)
+        factors = factors.to(out.dtype)[:, None, None]
+        if left.shape[2] <= right.shape[2]:
+            left = left * factors
+        else:
+            right = right * factors
+        out.view(left.shape[2], right.shape[2]).addmm_(left.flatten(0, 1).T, right.flatten(0, 1))
 
     def per_example(self) -> Tensor:
         return working_precision(self.left).transpose(1, 2) @ working_precision(self.right)
@@ -76,11 +80,9 @@ class OneHotRows:
     def double(self) -> OneHotRows:
         return OneHotRows(self.index, self.right.double())
 
-    def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor:
-        right = working_precision(self.right)
-        right = right * factors.to(right.dtype)[:, None, None]
-        total = right.new_zeros(shape)
-        return total.index_add_(0, self.index.flatten(), right.flatten(0, 1))
+    def add_weighted_sum(self, factors: Tensor, out: Tensor) -> None:
+        right = self.right.to(out.dtype) * factors.to(out.dtype)[:, None, None]
+        out.index_add_(0, self.index.flatten(), right.flatten(0, 1))
 
     def length_bound(self) -> Tensor:
         return working_precision(self.right).norm(dim=2).sum(1)
@@ -102,9 +104,8 @@ class Dense:
     def select(self, keep: Tensor) -> Dense:
         return Dense(self.value[keep])
 
-    def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor:
-        value = working_precision(self.value)
-        return torch.tensordot(factors.to(value.dtype), value, dims=1).view(shape)
+    def add_weighted_sum(self, factors: Tensor, out: Tensor) -> None:
+        out.view(-1).addmv_(self.value.to(out.dtype).reshape(-1, out.numel()).T, factors.to(out.dtype))
 
 
 Factored: TypeAlias = Outer | OneHotRows
@@ -137,13 +138,10 @@ def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> T
     return torch.maximum(squared, _SMALLEST_SHARE**2 * bound)
 
 
-def weighted_sum(contributions: Sequence[Contribution], factors: Tensor, shape: torch.Size) -> Tensor:
-    """Σ_i factors[i] · (gradient of example i), of the parameter's shape."""
-    merged = _merge(contributions)
-    total = merged[0].weighted_sum(factors, shape)
-    for contribution in merged[1:]:
-        total += contribution.weighted_sum(factors, shape)
-    return total
+def add_weighted_sum(contributions: Sequence[Contribution], factors: Tensor, out: Tensor) -> None:
+    """Adds Σ_i factors[i] · (gradient of example i) to `out`, which has the parameter's shape."""
+    for contribution in contributions:
+        contribution.add_weighted_sum(factors, out)
 
 
 def _merge(contributions: Sequence[Contribution]) -> list[Contribution]:

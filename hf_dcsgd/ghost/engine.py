@@ -1,13 +1,14 @@
 """Per-example clipping in one backward pass: `GhostClipper`.
 
 **Guarantee.** For per-example losses L_1 … L_n of a model whose forward treats examples independently, `norms` gives
-‖∇L_i‖₂ over all trainable parameters, and `accumulate(f)` adds Σ_i f_i·∇L_i to `param.grad`; removing example i from
-the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ C / ‖∇L_i‖.
+‖∇L_i‖₂ over all trainable parameters, and `accumulate(f, into)` adds Σ_i f_i·∇L_i to the buffer `into`; removing
+example i from the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ C / ‖∇L_i‖. `param.grad` is
+neither read nor written.
 
 | case                                       | behaviour                                                           |
 |--------------------------------------------|---------------------------------------------------------------------|
 | example with NaN or infinite gradient      | its norm is non-finite, and it adds exactly nothing to the sum      |
-| batch of size zero                         | norms of shape (0,), `param.grad` unchanged (zeros if it was None)  |
+| batch of size zero                         | norms of shape (0,), and the buffer stays as it is                 |
 | parameter used several times, tied weights | uses are added before the norm is taken: cross terms are exact      |
 | module without a rule                      | that module alone is run again per example (`fallback.py`)          |
 | parameter that no module call explains     | one backward per example for that parameter: slow and exact         |
@@ -15,8 +16,8 @@ the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ 
 
 How: a forward hook on each module that owns trainable parameters keeps its input and the gradient edge of its output;
 `torch.autograd.grad(losses.sum(), edges)` gives the output gradients. Frozen modules are neither hooked nor
-differentiated, no `param.grad` is computed by autograd. The first batch is checked against autograd, so a use of a
-parameter that the hooks did not see is found, not lost.
+differentiated, no gradient of a parameter is computed by autograd. The first batch is checked against autograd, so a
+use of a parameter that the hooks did not see is found, not lost.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, squared_norms, weighted_sum
+from hf_dcsgd.ghost.contributions import Contribution, Dense, add_weighted_sum, squared_norms
 from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.quarantine import quarantined_grad
@@ -48,10 +49,11 @@ class GhostClipper:
 
     ```python
     clipper = GhostClipper(model)            # refuses unsupported modules, all at once
+    clipped_sum = clipper.zeros()            # flat; clipper.unflatten(clipped_sum) names its parts
     with clipper:
         outputs = model(**inputs)            # labels kept out of the forward
         norms = clipper.norms(per_example_losses(model, outputs, labels))
-        clipper.accumulate(clip_factors)     # param.grad += Σ fᵢ·gᵢ
+        clipper.accumulate(clip_factors, into=clipped_sum)   # clipped_sum += Σ fᵢ·gᵢ
     ```
     """
 
@@ -61,6 +63,7 @@ class GhostClipper:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise UnsupportedModelError("expected at least one trainable parameter, got none: everything is frozen")
+        self.num_parameters = sum(p.numel() for p in self.parameters.values())
         self._owners = find_owners(model)
         self._recorder = ForwardRecorder(model, self._owners)
         self.slow_parameters: set[str] = set()
@@ -217,7 +220,8 @@ class GhostClipper:
         inputs, grad_by_example = layout.batch_first(call.input.detach(), n), layout.batch_first(grad, n)
         assert inputs is not None
         assert grad_by_example is not None
-        return call.owner.rule(call.owner.module, inputs, grad_by_example)
+        with torch.no_grad():
+            return call.owner.rule(call.owner.module, inputs, grad_by_example)
 
     def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
         size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
@@ -239,8 +243,24 @@ class GhostClipper:
 
     # -- the clipped sum ---------------------------------------------------------------------------------------------
 
-    def accumulate(self, clip_factors: Tensor) -> None:
-        """param.grad += Σ_i clip_factors[i] · ∇losses[i]; examples with a non-finite norm add exactly nothing."""
+    def zeros(self) -> Tensor:
+        """Makes a buffer for `accumulate`: zeros of shape (num_parameters,), fp32, or fp64 where a parameter is."""
+        first = next(iter(self.parameters.values()))
+        return torch.zeros(self.num_parameters, dtype=self._sum_dtype(), device=first.device)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Names the parts of a buffer: parameter name → view of the parameter's shape."""
+        parts = flat.split([p.numel() for p in self.parameters.values()])
+        return {name: part.view(p.shape) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.float64 if any(p.dtype == torch.float64 for p in self.parameters.values()) else torch.float32
+
+    def accumulate(self, clip_factors: Tensor, into: Tensor) -> None:
+        """Adds Σ_i clip_factors[i] · ∇losses[i] to `into`, a buffer as `zeros` makes it.
+
+        Examples with a non-finite norm add exactly nothing.
+        """
         if self._contributions is None or self._norms is None:
             raise RuntimeError("accumulate() needs norms() of this forward first")
         if clip_factors.shape != self._norms.shape:
@@ -248,6 +268,12 @@ class GhostClipper:
                 f"expected one clip factor per example, shape {tuple(self._norms.shape)}, "
                 f"got {tuple(clip_factors.shape)}"
             )
+        if into.shape != (self.num_parameters,) or into.dtype != self._sum_dtype():
+            raise ValueError(
+                f"expected `into` of shape ({self.num_parameters},) and {self._sum_dtype()}, as zeros() makes it, got "
+                f"shape {tuple(into.shape)} and {into.dtype}"
+            )
+        sums = self.unflatten(into)
         keep = self._norms.isfinite()
         if not clip_factors[keep].isfinite().all():
             raise ValueError("expected finite clip factors for all examples of finite norm")
@@ -256,12 +282,9 @@ class GhostClipper:
         factors = clip_factors if index is None else clip_factors[index]
         for name, parts in self._contributions.items():
             kept = parts if index is None else [part.select(index) for part in parts]
-            _add_to_grad(self.parameters[name], weighted_sum(kept, factors, self.parameters[name].shape))
+            add_weighted_sum(kept, factors, sums[name])
         if self._losses is not None:
-            self._accumulate_slow(self._losses, clip_factors, keep)
-        for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            self._accumulate_slow(self._losses, clip_factors, keep, sums)
         self._forget()
 
     # -- parameters that no module call explains ---------------------------------------------------------------------
@@ -296,15 +319,10 @@ class GhostClipper:
             self._contributions.update({name: [Dense(torch.stack(parts))] for name, parts in written.items()})
         return squared
 
-    def _accumulate_slow(self, losses: Tensor, factors: Tensor, keep: Tensor) -> None:
+    def _accumulate_slow(self, losses: Tensor, factors: Tensor, keep: Tensor, sums: dict[str, Tensor]) -> None:
         # Factors are not put into the loss: half-precision parts of the graph would round them, some upwards.
         self._recorder.recording = False
         for i in keep.nonzero().flatten().tolist():
             for name, grad in self._slow_gradients(losses[i]).items():
-                _add_to_grad(self.parameters[name], factors[i].to(grad.dtype) * grad)
+                sums[name].add_(factors[i].to(grad.dtype) * grad.detach())
         self._recorder.recording = True
-
-
-def _add_to_grad(parameter: nn.Parameter, value: Tensor) -> None:
-    value = value.detach().to(parameter.dtype)
-    parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)

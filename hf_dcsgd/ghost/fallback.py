@@ -76,7 +76,7 @@ def fallback_contributions(
         return pullback(cotangents)[0]
 
     slices = [leaf for leaf, is_sliced in zip(leaves, sliced, strict=True) if is_sliced]
-    return {name: Dense(value) for name, value in _over_examples(one_example, slices, grads, module).items()}
+    return {name: Dense(value.detach()) for name, value in _over_examples(one_example, slices, grads, module).items()}
 
 
 def _over_examples(

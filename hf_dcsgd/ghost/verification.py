@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, squared_norms, weighted_sum
+from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, add_weighted_sum, squared_norms
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
 from hf_dcsgd.ghost.recording import Call, Owner, Slot, output_grads
@@ -112,7 +112,8 @@ def unexplained_parameters(
     for name, grad in zip(parameters, expected, strict=True):
         parts = [part.select(index) for part in contributions.get(name, [])]
         total = torch.zeros_like(parameters[name]) if grad is None else grad
-        found = weighted_sum(parts, ones, total.shape) if parts else torch.zeros_like(total)
+        found = torch.zeros(total.shape, dtype=total.dtype, device=total.device)
+        add_weighted_sum(parts, ones, found)
         if (found - total).norm() > tolerance * total.norm() + 1e-6:
             unexplained.append(name)
     return unexplained
