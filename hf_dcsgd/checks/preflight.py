@@ -77,7 +77,7 @@ def check_before_training(trainer: Any) -> None:
             _check_train_mode(trainer, clipper, batch, tolerance)
     finally:
         trainer._train_mode()
-        trainer.clipper.verify_again()  # on real examples, too
+        trainer.clipper.reset_verification()  # on real examples, too
     if trainer.clipper.slow_parameters:
         logger.warning(
             "exact but slow, one backward pass per example (no module call shows what each example adds to these "

@@ -32,7 +32,7 @@ _DIRECT_CHUNK_ELEMENTS = 1 << 24
 
 
 def working_precision(value: Tensor) -> Tensor:
-    """fp32, or fp64 where the value has it: norms and sums are never taken in half precision."""
+    """Converts to fp32, or keeps fp64: norms and sums are never taken in half precision."""
     return value if value.dtype == torch.float64 else value.float()
 
 
@@ -60,7 +60,7 @@ class Outer:
         return working_precision(self.left).transpose(1, 2) @ working_precision(self.right)
 
     def length_bound(self) -> Tensor:
-        """Σ_t ‖left_t‖·‖right_t‖, an upper bound of each example's norm."""
+        """Returns Σ_t ‖left_t‖·‖right_t‖, an upper bound of each example's norm."""
         left, right = working_precision(self.left), working_precision(self.right)
         return (left.norm(dim=2) * right.norm(dim=2)).sum(1)
 
@@ -113,7 +113,7 @@ Contribution: TypeAlias = Factored | Dense
 
 
 def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
-    """‖Σ contributions‖² of every example, for one parameter of the given shape.
+    """Returns ‖Σ contributions‖² of every example, for one parameter of the given shape.
 
     Rounded up where its terms all but cancel, see `_SMALLEST_SHARE`.
     """
@@ -145,7 +145,7 @@ def add_weighted_sum(contributions: Sequence[Contribution], factors: Tensor, out
 
 
 def _merge(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Several `Outer` contributions are one with more positions."""
+    """Joins several `Outer` contributions into one with more positions."""
     outers = [c for c in contributions if isinstance(c, Outer)]
     if len(outers) < 2:
         return list(contributions)
@@ -165,7 +165,7 @@ def _gram_squared_norms(factored: Sequence[Factored]) -> Tensor:
 
 
 def _inner_product(first: Factored, second: Factored) -> Tensor:
-    """⟨first, second⟩ of every example, from T×T products of the factors."""
+    """Returns ⟨first, second⟩ of every example, from T×T products of the factors."""
     a, b = working_precision(first.right), working_precision(second.right)
     if isinstance(first, Outer) and first is second and first.positions == 1:
         left = working_precision(first.left)
@@ -183,7 +183,7 @@ def _inner_product(first: Factored, second: Factored) -> Tensor:
 
 
 def _columns(left: Tensor, index: Tensor) -> Tensor:
-    """left[i, s, index[i, t]] as (n, S, T): products of factors with one-hot rows."""
+    """Takes left[i, s, index[i, t]] as (n, S, T): products of factors with one-hot rows."""
     return working_precision(left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)))
 
 

@@ -5,7 +5,7 @@
 example i from the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ C / ‖∇L_i‖. `param.grad` is
 neither read nor written.
 
-| case                                       | behaviour                                                           |
+| case                                       | behavior                                                           |
 |--------------------------------------------|---------------------------------------------------------------------|
 | example with NaN or infinite gradient      | its norm is non-finite, and it adds exactly nothing to the sum      |
 | batch of size zero                         | norms of shape (0,), and the buffer stays as it is                 |
@@ -35,6 +35,7 @@ from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.quarantine import quarantined_grad
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, refuse_unsupported
+from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
 from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ _WRITTEN_ELEMENTS = 1 << 27
 
 
 class GhostClipper:
-    """Context manager around the forward of one micro-batch.
+    """Clips per example, as a context manager around the forward of one micro-batch.
 
     ```python
     clipper = GhostClipper(model)            # refuses unsupported modules, all at once
@@ -75,11 +76,11 @@ class GhostClipper:
         self._forget()
 
     def rules(self) -> dict[str, str]:
-        """Module path → the rule that computes its contributions, for reports."""
+        """Maps module paths to the rules that compute their contributions, for reports."""
         return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
 
-    def verify_again(self) -> None:
-        """The next batch is compared with autograd, whatever was compared before."""
+    def reset_verification(self) -> None:
+        """Has the next batch compared with autograd, whatever was compared before."""
         self._verified.clear()
 
     def __enter__(self) -> GhostClipper:
@@ -109,7 +110,7 @@ class GhostClipper:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self, losses: Tensor) -> Tensor:
-        """‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32; one backward pass."""
+        """Computes ‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32, in one backward pass."""
         self._check(losses)
         if losses.shape[0] == 0:
             self._contributions, self._norms = {}, torch.zeros(0, device=losses.device)
@@ -150,7 +151,7 @@ class GhostClipper:
             )
 
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
-        """The one backward pass, and what each call adds to each parameter; checked the first time."""
+        """Runs the one backward pass and collects what each call adds to each parameter; checked the first time."""
         n, calls = losses.shape[0], self._recorder.calls
         key = (tuple(call.owner.name for call in calls), self.model.training, n > 1)
         verify = key not in self._verified
@@ -166,7 +167,9 @@ class GhostClipper:
         if verify:
             fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
             unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
-            self.slow_parameters.update(unexplained or [])
+            if unexplained:
+                self._complain_of_wrong_rules(calls, grads, set(unexplained), n)
+                self.slow_parameters.update(unexplained)
             if unexplained is not None and decided:
                 self._verified |= {key, (*key[:2], False)}
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
@@ -202,7 +205,7 @@ class GhostClipper:
         return layout is not None and layout.batch_first(call.input, n) is not None
 
     def _layout_of(self, call: Call, n: int, output: int = 0) -> Layout | None:
-        """Where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
+        """Tells where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
         if output >= len(call.output_shapes):
             return None
         fitting = fitting_layouts(call.output_shapes[output], n, self._recorder.positions)
@@ -215,13 +218,22 @@ class GhostClipper:
         if not self._rule_applies(call, n):
             return None if grad.any() else {}
         layout = self._layout_of(call, n)
-        assert call.owner.rule is not None
         assert layout is not None
         inputs, grad_by_example = layout.batch_first(call.input.detach(), n), layout.batch_first(grad, n)
         assert inputs is not None
         assert grad_by_example is not None
-        with torch.no_grad():
-            return call.owner.rule(call.owner.module, inputs, grad_by_example)
+        return apply_rule(call.owner, inputs, grad_by_example)
+
+    def _complain_of_wrong_rules(
+        self, calls: list[Call], grads: list[list[Tensor | None]], unexplained: set[str], n: int
+    ) -> None:
+        for call, call_grads in zip(calls, grads, strict=True):
+            concerned = call.owner.rule is not None and not unexplained.isdisjoint(call.owner.parameters.values())
+            if concerned and call_grads[0] is not None and self._rule_applies(call, n):
+                layout, found = self._layout_of(call, n), self._by_rule(call, call_grads[0], n)
+                assert layout is not None
+                assert found is not None
+                complain_if_wrong(call, found, call_grads[0], layout, n)
 
     def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
         size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
@@ -290,7 +302,7 @@ class GhostClipper:
     # -- parameters that no module call explains ---------------------------------------------------------------------
 
     def _slow_gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """∇loss over the slow parameters, whatever the other examples are."""
+        """Computes ∇loss over the slow parameters, whatever the other examples are."""
         parameters = {name: self.parameters[name] for name in sorted(self.slow_parameters)}
         found = quarantined_grad(loss, list(parameters.values()), allow_unused=True)
         return {
@@ -299,7 +311,7 @@ class GhostClipper:
         }
 
     def _slow_squared_norms(self, losses: Tensor) -> Tensor:
-        """Also keeps these gradients as contributions or, where they are too large, the losses to find them again."""
+        """Keeps these gradients as contributions, too, or the losses to find them again where they are too large."""
         assert self._contributions is not None
         size = sum(self.parameters[name].numel() for name in self.slow_parameters)
         written: dict[str, list[Tensor]] | None = None

@@ -59,7 +59,7 @@ class Call:
 
 
 def find_owners(model: nn.Module) -> list[Owner]:
-    """Every module with trainable parameters of its own.
+    """Lists every module with trainable parameters of its own.
 
     A parameter that an inner module owns too (BERT's tied output bias) belongs to the inner one: its rule accounts for
     it, and the outer module must not count it again.
@@ -79,7 +79,7 @@ def find_owners(model: nn.Module) -> list[Owner]:
 
 
 class ForwardRecorder:
-    """Forward hooks on all owners, from `install` to `remove`; what they see is in `calls`.
+    """Hooks the forward of all owners, from `install` to `remove`; what the hooks see is in `calls`.
 
     Calls outside of `recording` are ignored: gradient checkpointing runs the forward again during the backward.
     """
@@ -135,7 +135,7 @@ class ForwardRecorder:
                 return
 
     def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Position ids of shape (1, T) serve the whole batch: give every example its own copy of the look-up."""
+        """Gives every example its own look-up where position ids of shape (1, T) serve the whole batch."""
         n = self.batch_size if self.recording and self._rows_are_examples else None
         if n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
             return (args[0].expand(n, *args[0].shape[1:]), *args[1:])
@@ -153,7 +153,7 @@ class ForwardRecorder:
         return record
 
     def shapes_without_last_example(self) -> dict[Slot, torch.Size]:
-        """Output shapes of the same forward, run again with one example less; empty where that cannot be run.
+        """Returns output shapes of the same forward with one example less; empty where that cannot be run.
 
         An axis that keeps its size is not the batch, even if its size happened to be the batch size.
         """
@@ -176,7 +176,7 @@ class ForwardRecorder:
 def output_grads(
     loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = None
 ) -> list[list[Tensor | None]]:
-    """Gradients of the loss at every recorded output, call by call; one backward pass."""
+    """Computes gradients of the loss at every recorded output, call by call, in one backward pass."""
     edges = [edge for call in calls for edge in call.edges if edge is not None]
     differentiate = differentiate or torch.autograd.grad
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()

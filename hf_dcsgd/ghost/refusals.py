@@ -21,11 +21,11 @@ class UnsupportedModelError(ValueError):
 
 
 class BatchCouplingError(RuntimeError):
-    """An example's loss depends on other examples of its batch, so no clipping bounds one record's influence."""
+    """An example's loss depends on others in its batch: clipping no longer bounds any one example's influence."""
 
 
 def refuse_unsupported(model: nn.Module, *, settings_too: bool = True) -> None:
-    """UnsupportedModelError with every problem and its cure. Settings do not change: one look at them is enough."""
+    """Raises UnsupportedModelError with every problem and its cure. One look at settings, which stay, is enough."""
     problems = [
         f"  {name or '(the model itself)'} ({type(module).__name__}): {reason}"
         for name, module in model.named_modules()
@@ -58,7 +58,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         owns_trainable = any(p.requires_grad for p in module.parameters(recurse=False))
         if owns_trainable or module.track_running_stats is False or module.training:
             return (
-                "normalises with statistics of the whole batch, so one record changes the gradient of the others; "
+                "normalizes with statistics of the whole batch, so one record changes the gradient of the others; "
                 "replace it by nn.GroupNorm, or freeze it and keep it in eval() mode (model.train() undoes that)"
             )
     if type(module).__name__ in _HIDDEN_COUPLINGS:
@@ -77,7 +77,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
 
 
 def _coupling_settings(module: nn.Module) -> Iterator[str]:
-    """Settings that treat a batch as a whole: by its longest example, or by one random number for all of it."""
+    """Names settings that treat a batch as a whole: by its longest example, or by one random number for all."""
     types, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     for rope_type in types.values() if isinstance(types, dict) else (types,):
         if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from hf_dcsgd.ghost.contributions import Contribution
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]
-Recogniser = Callable[[nn.Module], bool]
+Recognizer = Callable[[nn.Module], bool]
 
 _RULES: dict[type[nn.Module], Rule] = {}
-_RECOGNISED: list[tuple[Recogniser, Rule]] = []
+_RECOGNIZED: list[tuple[Recognizer, Rule]] = []
 
 
 def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Decorator: this rule is exact for these types (and for none of their subclasses)."""
+    """Registers the decorated rule as exact for these types, and for none of their subclasses."""
 
     def register(rule: Rule) -> Rule:
         for module_type in module_types:
@@ -31,22 +31,27 @@ def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
     return register
 
 
-def register_recognised(recogniser: Recogniser, rule: Rule) -> None:
-    """For families with many small classes: `recogniser(module)` proves that the rule is exact for this type."""
-    _RECOGNISED.append((recogniser, rule))
+def register_recognized(recognizer: Recognizer, rule: Rule) -> None:
+    """Registers a rule for a family of many small classes: `recognizer(module)` proves it exact for a type."""
+    _RECOGNIZED.append((recognizer, rule))
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The exact rule for this module, or None: the fallback takes it."""
+    """Returns the exact rule for this module, or None: the fallback takes it."""
     module_type = type(module)
     if module_type not in _RULES:
-        for recogniser, rule in _RECOGNISED:
-            if recogniser(module):
+        for recognizer, rule in _RECOGNIZED:
+            if recognizer(module):
                 _RULES[module_type] = rule
                 break
     return _RULES.get(module_type)
 
 
+def is_built_in(rule: Rule) -> bool:
+    return rule.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def trainable(module: nn.Module, name: str) -> bool:
+    """Tells whether a module has this parameter of its own and it requires grad."""
     parameter = module._parameters.get(name)
     return parameter is not None and parameter.requires_grad
