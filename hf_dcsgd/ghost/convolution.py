@@ -11,7 +11,7 @@ from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, working_pre
 from hf_dcsgd.ghost.registry import register_rule, trainable
 
 
-@register_rule(nn.Conv1d, nn.Conv2d)
+@register_rule(nn.Conv1d, nn.Conv2d, inputs_for=["weight"])
 def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.Conv1d | nn.Conv2d)
     grad = working_precision(output_grad).flatten(2)  # (n, out, L)

@@ -34,7 +34,8 @@ def is_random(module: nn.Module) -> bool:
 
 def tensor_leaves(output: Any) -> list[Tensor]:
     """Lists the differentiable tensors of a module's output, in a fixed order."""
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def batch_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]], n: int) -> list[bool]:

@@ -6,6 +6,8 @@ the vector does not have. It is a vector per example: small enough to write down
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,43 +17,52 @@ from hf_dcsgd.ghost.registry import register_recognized, register_rule, trainabl
 
 
 def _scale_and_shift(
-    module: nn.Module, normalized: Tensor, output_grad: Tensor, summed: tuple[int, ...]
+    module: nn.Module, normalize: Callable[[], Tensor], output_grad: Tensor, summed: tuple[int, ...]
 ) -> dict[str, Contribution]:
-    def total(value: Tensor) -> Tensor:
-        return value.sum(summed) if summed else value
-
     grad = working_precision(output_grad)
     contributions: dict[str, Contribution] = {}
     if trainable(module, "weight"):
-        contributions["weight"] = Dense(total(grad * normalized))
+        product = normalize().mul_(grad)
+        contributions["weight"] = Dense(product.sum(summed) if summed else product)
     if trainable(module, "bias"):
-        contributions["bias"] = Dense(total(grad))
+        contributions["bias"] = Dense(grad.sum(summed) if summed else grad)
     return contributions
 
 
-@register_rule(nn.LayerNorm)
+@register_rule(nn.LayerNorm, inputs_for=["weight"])
 def layer_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.LayerNorm)
-    normalized = F.layer_norm(working_precision(inputs), module.normalized_shape, eps=module.eps)
+    shape, eps = module.normalized_shape, module.eps
     return _scale_and_shift(
-        module, normalized, output_grad, tuple(range(1, inputs.dim() - len(module.normalized_shape)))
+        module,
+        lambda: F.layer_norm(working_precision(inputs), shape, eps=eps),
+        output_grad,
+        tuple(range(1, inputs.dim() - len(shape))),
     )
 
 
-@register_rule(nn.GroupNorm)
+@register_rule(nn.GroupNorm, inputs_for=["weight"])
 def group_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.GroupNorm)
-    normalized = F.group_norm(working_precision(inputs), module.num_groups, eps=module.eps)
-    return _scale_and_shift(module, normalized, output_grad, tuple(range(2, inputs.dim())))
+    groups, eps = module.num_groups, module.eps
+    return _scale_and_shift(
+        module,
+        lambda: F.group_norm(working_precision(inputs), groups, eps=eps),
+        output_grad,
+        tuple(range(2, inputs.dim())),
+    )
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
-    x = working_precision(inputs)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    normalized = F.rms_norm(x, weight.shape, eps=rms_epsilon(module))
-    return _scale_and_shift(module, normalized, output_grad, tuple(range(1, x.dim() - weight.dim())))
+    return _scale_and_shift(
+        module,
+        lambda: F.rms_norm(working_precision(inputs), weight.shape, eps=rms_epsilon(module)),
+        output_grad,
+        tuple(range(1, inputs.dim() - weight.dim())),
+    )
 
 
 def rms_epsilon(module: nn.Module) -> float | None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_dcsgd.ghost.fallback import tensor_leaves
 from hf_dcsgd.ghost.quarantine import shield_recurrent
-from hf_dcsgd.ghost.registry import Rule, rule_for
+from hf_dcsgd.ghost.registry import Rule, needs_input, rule_for
 
 Slot: TypeAlias = tuple[str, int, int]  # owner's name, which of its calls in one forward, which of its outputs
 
@@ -27,6 +27,7 @@ class Owner:
     module: nn.Module
     rule: Rule | None
     parameters: dict[str, str]
+    needs_input: bool
 
     def __str__(self) -> str:
         return f"{self.name or '(the model itself)'} ({type(self.module).__name__})"
@@ -74,7 +75,8 @@ def find_owners(model: nn.Module) -> list[Owner]:
             if p is not None and p.requires_grad and id(p) not in inner
         }
         if owned:
-            owners.append(Owner(name, module, rule_for(module), owned))
+            rule = rule_for(module)
+            owners.append(Owner(name, module, rule, owned, rule is None or needs_input(rule, owned)))
     return owners
 
 
@@ -91,8 +93,11 @@ class ForwardRecorder:
         self.recording = False
         self.forget()
 
-    def forget(self) -> None:
+    def forget_calls(self) -> None:
         self.calls: list[Call] = []
+
+    def forget(self) -> None:
+        self.forget_calls()
         self.batch_size: int | None = None
         self.positions = 1
         self._rows_are_examples = True
@@ -147,7 +152,8 @@ class ForwardRecorder:
                 outputs = tensor_leaves(output)
                 edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
                 shapes = [t.shape for t in outputs]
-                self.calls.append(Call(owner, (args, kwargs), edges, shapes, self._seen[owner.name]))
+                arguments = (args, kwargs) if owner.needs_input else _without_values(args, kwargs)
+                self.calls.append(Call(owner, arguments, edges, shapes, self._seen[owner.name]))
                 self._seen[owner.name] += 1
 
         return record
@@ -182,6 +188,11 @@ def output_grads(
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
     remaining = iter(found)
     return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
+
+
+def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keeps shapes alone, in tensors that no rule can compute with and that hold no memory."""
+    return tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
 
 
 def _version(value: Any) -> int:

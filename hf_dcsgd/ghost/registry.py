@@ -7,7 +7,7 @@ compute something else, so it goes to the fallback unless it is registered itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -17,13 +17,20 @@ Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]
 Recognizer = Callable[[nn.Module], bool]
 
 _RULES: dict[type[nn.Module], Rule] = {}
+_INPUTS_FOR: dict[Rule, frozenset[str]] = {}
 _RECOGNIZED: list[tuple[Recognizer, Rule]] = []
 
 
-def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Registers the decorated rule as exact for these types, and for none of their subclasses."""
+def register_rule(*module_types: type[nn.Module], inputs_for: Iterable[str] | None = None) -> Callable[[Rule], Rule]:
+    """Registers the decorated rule as exact for these types, and for none of their subclasses.
+
+    `inputs_for` names the parameters whose contributions need the input. Where all of them are frozen, the rule gets
+    an input without values (on the `meta` device), and its memory is not held. All parameters need it by default.
+    """
 
     def register(rule: Rule) -> Rule:
+        if inputs_for is not None:
+            _INPUTS_FOR[rule] = frozenset(inputs_for)
         for module_type in module_types:
             _RULES[module_type] = rule
         return rule
@@ -45,6 +52,11 @@ def rule_for(module: nn.Module) -> Rule | None:
                 _RULES[module_type] = rule
                 break
     return _RULES.get(module_type)
+
+
+def needs_input(rule: Rule, attributes: Iterable[str]) -> bool:
+    """Tells whether contributions to these parameters of a module need its input."""
+    return rule not in _INPUTS_FOR or not _INPUTS_FOR[rule].isdisjoint(attributes)
 
 
 def is_built_in(rule: Rule) -> bool:

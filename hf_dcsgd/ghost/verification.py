@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, add_weighted_sum, squared_norms
+from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, Outer
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
+from hf_dcsgd.ghost.norms import squared_norms
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
 from hf_dcsgd.ghost.recording import Call, Owner, Slot, output_grads
 from hf_dcsgd.ghost.refusals import BatchCouplingError
@@ -128,7 +129,9 @@ def unequal_weights(per_example: Tensor) -> Tensor:
 def differs(parts: Sequence[Contribution], weights: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Compares the weighted sum of contributions with autograd's."""
     found = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
-    add_weighted_sum(parts, weights, found)
+    factors = ClipFactors(weights)
+    for part in parts:
+        part.add_weighted_sum(factors, found)
     return bool((found - expected).norm() > tolerance * expected.norm() + 1e-6)
 
 
