@@ -19,8 +19,9 @@ from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from hf_dcsgd.ghost import GhostClipper, contributions, register_rule, rule_for
-from hf_dcsgd.ghost.contributions import Dense, OneHotRows, Outer, add_weighted_sum, squared_norms
+from hf_dcsgd.ghost import Dense, GhostClipper, OneHotRows, Outer, norms, register_rule, rule_for
+from hf_dcsgd.ghost.contributions import ClipFactors
+from hf_dcsgd.ghost.norms import squared_norms, take_norms
 
 EXAMPLES = settings(deadline=None, max_examples=80)
 batch_sizes = st.integers(0, 3)
@@ -47,7 +48,7 @@ def assert_same(parts, expected: torch.Tensor, dtype: torch.dtype, seed: int = 0
     """Norms and weighted sums of contributions are those of the written-down gradients (n, *shape)."""
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     shape, n = expected.shape[1:], len(expected)
-    squared = squared_norms(parts, shape)
+    (squared,), (remaining,) = (found.values() for found in take_norms({"weight": parts}, {"weight": shape}))
     assert squared.shape == (n,)
     assert squared.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     expected_norms = expected.flatten(1).norm(dim=1)
@@ -56,7 +57,8 @@ def assert_same(parts, expected: torch.Tensor, dtype: torch.dtype, seed: int = 0
     total = torch.einsum("n,n...->...", factors.double(), expected)
     before = torch.rand(shape, dtype=squared.dtype, generator=torch.Generator().manual_seed(seed))
     found = before.clone()
-    add_weighted_sum(parts, factors, found)
+    for part in remaining:
+        part.add_weighted_sum(ClipFactors(factors), found)
     scale = max(1.0, expected_norms.max().item() if n else 1.0)
     torch.testing.assert_close(found.double(), before + total, rtol=tolerance, atol=tolerance * scale)
 
@@ -111,22 +113,22 @@ def test_linear(n, middle, d, p, bias, frozen, transposed, dtype, seed):
     check_rule(freeze(module, frozen), random((n, *middle, d), seed), dtype, seed)
 
 
-@pytest.mark.parametrize(("positions", "form"), [(1, "gram"), (4, "gram"), (5, "direct"), (9, "direct")])
+@pytest.mark.parametrize(("positions", "form"), [(1, None), (2, "gram"), (4, "gram"), (5, "direct"), (9, "direct")])
 def test_both_forms_of_a_linear_norm_are_exact_and_chosen_by_shape(positions, form, monkeypatch):
     # p = d = 8: positions·(p + d) > p·d from 5 positions on
     used = []
-    for name, function in (("gram", "_gram_squared_norms"), ("direct", "_explicit_squared_norms")):
-        original = getattr(contributions, function)
+    for name, function in (("gram", "_gram"), ("direct", "_written")):
+        original = getattr(norms, function)
         monkeypatch.setattr(
-            contributions, function, lambda *a, name=name, original=original: used.append(name) or original(*a)
+            norms, function, lambda *a, name=name, original=original: used.append(name) or original(*a)
         )
     check_rule(nn.Linear(8, 8, bias=False), random((3, positions, 8), 0), torch.float32, 0)
-    assert set(used) == {form}
+    assert set(used) == ({form} if form else set())
 
 
 def test_direct_form_of_a_large_layer_is_taken_a_few_examples_at_a_time(monkeypatch):
-    monkeypatch.setattr(contributions, "_DIRECT_CHUNK_ELEMENTS", 2 * 3 * 4)
-    check_rule(nn.Linear(4, 3), random((5, 6, 4), 0), torch.float32, 0)
+    monkeypatch.setattr(norms, "_WRITTEN_CHUNK_ELEMENTS", 2 * 8 * 8)
+    check_rule(nn.Linear(8, 8), random((5, 6, 8), 0), torch.float32, 0)
 
 
 # --- embedding -------------------------------------------------------------------------------------------------------
@@ -436,7 +438,7 @@ def test_norms_that_cancel_keep_their_digits(second, monkeypatch):
     shape = torch.Size([16, 16])
     torch.testing.assert_close(squared_norms(parts, shape).sqrt().double(), expected, rtol=1e-3, atol=0.0)
     # The example bites: in fp32 alone these norms are nonsense.
-    monkeypatch.setattr(contributions, "_CANCELLATION", 0.0)
+    monkeypatch.setattr(norms, "_CANCELLATION", 0.0)
     assert not torch.allclose(squared_norms(parts, shape).sqrt().double(), expected, rtol=0.01)
 
 

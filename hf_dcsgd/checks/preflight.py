@@ -66,7 +66,7 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             _check_nothing_is_remembered(step, batch)
     finally:
         step.train()
-        step.clipper.verify_again()  # on real examples, too
+        step.clipper.reset_verification()  # on real examples, too
     if step.clipper.slow_parameters:
         logger.warning(
             "exact but slow, one backward pass per example (no module call shows what each example adds to these "

@@ -11,7 +11,7 @@ from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, working_pre
 from hf_dcsgd.ghost.registry import register_rule, trainable
 
 
-@register_rule(nn.Conv1d, nn.Conv2d)
+@register_rule(nn.Conv1d, nn.Conv2d, inputs_for=["weight"])
 def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.Conv1d | nn.Conv2d)
     grad = working_precision(output_grad).flatten(2)  # (n, out, L)
@@ -22,14 +22,14 @@ def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> 
             contributions["weight"] = Outer(grad.transpose(1, 2), patches.transpose(1, 2))
         else:
             by_group = grad.unflatten(1, (module.groups, -1)) @ patches.unflatten(1, (module.groups, -1)).mT
-            contributions["weight"] = Dense(by_group.flatten(1, 2))
+            contributions["weight"] = Dense(by_group.reshape(len(grad), *module.weight.shape))
     if trainable(module, "bias"):
         contributions["bias"] = Dense(grad.sum(2))
     return contributions
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, inputs: Tensor, positions: int) -> Tensor:
-    """The input window of every output position; channels vary slowest, as in the weight."""
+    """Cuts the input window of every output position; channels vary slowest, as in the weight."""
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
     if not inputs.shape[0]:  # F.pad and F.unfold refuse an empty batch
         return inputs.new_zeros(0, inputs.shape[1] * math.prod(kernel), positions)

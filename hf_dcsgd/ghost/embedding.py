@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dcsgd.ghost.contributions import Contribution, OneHotRows
-from hf_dcsgd.ghost.registry import register_recognised, register_rule, trainable
+from hf_dcsgd.ghost.registry import register_recognized, register_rule, trainable
 
 
 @register_rule(nn.Embedding)
@@ -26,7 +26,7 @@ def scaled_embedding_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor
 
 
 def is_scaled_embedding(module: nn.Module) -> bool:
-    """BART's and Gemma's word embeddings: true when the output is the looked-up row times `embed_scale`."""
+    """Recognizes BART's and Gemma's word embeddings: the output is the looked-up row times `embed_scale`."""
     if not isinstance(module, nn.Embedding) or not hasattr(module, "embed_scale"):
         return False
     index = torch.arange(min(4, module.num_embeddings), device=module.weight.device)[None]
@@ -39,4 +39,4 @@ def _scale(module: nn.Module) -> Tensor | float:
     return scale if isinstance(scale, Tensor) else float(scale)  # type: ignore[arg-type]
 
 
-register_recognised(is_scaled_embedding, scaled_embedding_rule)
+register_recognized(is_scaled_embedding, scaled_embedding_rule)

@@ -5,7 +5,7 @@
 example i from the batch changes that sum by exactly f_i·∇L_i, so by at most C when f_i ≤ C / ‖∇L_i‖. `param.grad` is
 neither read nor written.
 
-| case                                       | behaviour                                                           |
+| case                                       | behavior                                                           |
 |--------------------------------------------|---------------------------------------------------------------------|
 | example with NaN or infinite gradient      | its norm is non-finite, and it adds exactly nothing to the sum      |
 | batch of size zero                         | norms of shape (0,), and the buffer stays as it is                 |
@@ -29,12 +29,14 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, add_weighted_sum, squared_norms
+from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense
 from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
+from hf_dcsgd.ghost.norms import take_norms
 from hf_dcsgd.ghost.quarantine import quarantined_grad
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, output_grads
-from hf_dcsgd.ghost.refusals import UnsupportedModelError, refuse_unsupported
+from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
+from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
 from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ _WRITTEN_ELEMENTS = 1 << 27
 
 
 class GhostClipper:
-    """Context manager around the forward of one micro-batch.
+    """Clips per example, as a context manager around the forward of one micro-batch.
 
     ```python
     clipper = GhostClipper(model)            # refuses unsupported modules, all at once
@@ -64,6 +66,9 @@ class GhostClipper:
         if not self.parameters:
             raise UnsupportedModelError("expected at least one trainable parameter, got none: everything is frozen")
         self.num_parameters = sum(p.numel() for p in self.parameters.values())
+        self._shapes = {name: p.shape for name, p in self.parameters.items()}
+        self._all_parameters = list(model.parameters())
+        self._changeable = [(name, module) for name, module in model.named_modules() if may_change(module)]
         self._owners = find_owners(model)
         self._recorder = ForwardRecorder(model, self._owners)
         self.slow_parameters: set[str] = set()
@@ -75,22 +80,22 @@ class GhostClipper:
         self._forget()
 
     def rules(self) -> dict[str, str]:
-        """Module path → the rule that computes its contributions, for reports."""
+        """Maps module paths to the rules that compute their contributions, for reports."""
         return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
 
-    def verify_again(self) -> None:
-        """The next batch is compared with autograd, whatever was compared before."""
+    def reset_verification(self) -> None:
+        """Has the next batch compared with autograd, whatever was compared before."""
         self._verified.clear()
 
     def __enter__(self) -> GhostClipper:
-        trainable = {id(p) for p in self.model.parameters() if p.requires_grad}
-        if trainable != {id(p) for p in self.parameters.values()}:
+        # The model's tree is walked until it is verified; from then on, what was found there is looked at.
+        parameters = self._all_parameters if self._verified else self.model.parameters()
+        if {id(p) for p in parameters if p.requires_grad} != {id(p) for p in self.parameters.values()}:
             raise RuntimeError(
                 "requires_grad changed after GhostClipper(model) was made: select the trainable layers first, then "
                 "make the clipper"
             )
-        # Again: model.train() turns a frozen BatchNorm back to batch statistics.
-        refuse_unsupported(self.model, settings_too=False)
+        refuse_changes(self._changeable, self.parameters)
         self._recorder.install()
         return self
 
@@ -109,17 +114,17 @@ class GhostClipper:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self, losses: Tensor) -> Tensor:
-        """‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32; one backward pass."""
+        """Computes ‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32, in one backward pass."""
         self._check(losses)
         if losses.shape[0] == 0:
             self._contributions, self._norms = {}, torch.zeros(0, device=losses.device)
             return self._norms
         self._recorder.recording = False
         try:
-            self._contributions = self._gather(losses)
+            by_parameter, self._contributions = take_norms(self._gather(losses), self._shapes)
             squared = torch.zeros(losses.shape[0], device=losses.device)
-            for name, parts in self._contributions.items():
-                squared += squared_norms(parts, self.parameters[name].shape).float()
+            if by_parameter:
+                squared += torch.stack([values.float() for values in by_parameter.values()]).sum(0)
             if self.slow_parameters:
                 squared += self._slow_squared_norms(losses)
         finally:
@@ -150,25 +155,29 @@ class GhostClipper:
             )
 
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
-        """The one backward pass, and what each call adds to each parameter; checked the first time."""
+        """Runs the one backward pass and collects what each call adds to each parameter; checked the first time."""
         n, calls = losses.shape[0], self._recorder.calls
         key = (tuple(call.owner.name for call in calls), self.model.training, n > 1)
         verify = key not in self._verified
         decided = self._learn_layouts(losses) if verify and n > 1 else True
         # The slow path needs the graph, and a fallback may end there.
-        keep_graph = verify or bool(self.slow_parameters) or not all(self._rule_applies(call, n) for call in calls)
+        layouts = [self._rule_layout(call, n) for call in calls]
+        keep_graph = verify or bool(self.slow_parameters) or None in layouts
         grads = output_grads(losses.sum(), calls, keep_graph)
         contributions: dict[str, list[Contribution]] = {}
-        for call, call_grads in zip(calls, grads, strict=True):
-            for name, contribution in self._contributions_of(call, call_grads, n):
+        for call, call_grads, layout in zip(calls, grads, layouts, strict=True):
+            for name, contribution in self._contributions_of(call, call_grads, layout, n):
                 contributions.setdefault(name, []).append(contribution)
         contributions = {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
         if verify:
             fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
             unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
-            self.slow_parameters.update(unexplained or [])
+            if unexplained:
+                self._complain_of_wrong_rules(calls, grads, layouts, set(unexplained), n)
+                self.slow_parameters.update(unexplained)
             if unexplained is not None and decided:
                 self._verified |= {key, (*key[:2], False)}
+        self._recorder.forget_calls()  # frees what is needed no more
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
 
     def _learn_layouts(self, losses: Tensor) -> bool:
@@ -181,7 +190,9 @@ class GhostClipper:
                 self.slow_parameters.update(call.owner.parameters.values())
         return not found.undecided
 
-    def _contributions_of(self, call: Call, grads: list[Tensor | None], n: int) -> Iterator[tuple[str, Contribution]]:
+    def _contributions_of(
+        self, call: Call, grads: list[Tensor | None], layout: Layout | None, n: int
+    ) -> Iterator[tuple[str, Contribution]]:
         wanted = {a: name for a, name in call.owner.parameters.items() if name not in self.slow_parameters}
         if not wanted or all(grad is None for grad in grads):
             return
@@ -189,7 +200,7 @@ class GhostClipper:
         if call.owner.rule is None:
             found = self._by_fallback(call, grads, n)
         else:
-            found = None if grads[0] is None else self._by_rule(call, grads[0], n)
+            found = None if grads[0] is None else self._by_rule(call, grads[0], layout, n)
         if found is None:
             self.slow_parameters.update(wanted.values())
             return
@@ -197,12 +208,15 @@ class GhostClipper:
             if attribute in found:
                 yield name, found[attribute]
 
-    def _rule_applies(self, call: Call, n: int) -> bool:
-        layout = self._layout_of(call, n) if call.owner.rule is not None and isinstance(call.input, Tensor) else None
-        return layout is not None and layout.batch_first(call.input, n) is not None
+    def _rule_layout(self, call: Call, n: int) -> Layout | None:
+        """Tells where the batch is in input and output of a call with a rule; None where the rule does not apply."""
+        if call.owner.rule is None or not isinstance(call.input, Tensor):
+            return None
+        layout = self._layout_of(call, n)
+        return None if layout is None or layout.batch_first(call.input, n) is None else layout
 
     def _layout_of(self, call: Call, n: int, output: int = 0) -> Layout | None:
-        """Where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
+        """Tells where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
         if output >= len(call.output_shapes):
             return None
         fitting = fitting_layouts(call.output_shapes[output], n, self._recorder.positions)
@@ -211,17 +225,28 @@ class GhostClipper:
             return known if known in fitting else None
         return fitting[0] if fitting and (n == 1 or len(fitting) == 1) else None
 
-    def _by_rule(self, call: Call, grad: Tensor, n: int) -> dict[str, Contribution] | None:
-        if not self._rule_applies(call, n):
+    def _by_rule(self, call: Call, grad: Tensor, layout: Layout | None, n: int) -> dict[str, Contribution] | None:
+        if layout is None:
             return None if grad.any() else {}
-        layout = self._layout_of(call, n)
-        assert call.owner.rule is not None
-        assert layout is not None
         inputs, grad_by_example = layout.batch_first(call.input.detach(), n), layout.batch_first(grad, n)
         assert inputs is not None
         assert grad_by_example is not None
-        with torch.no_grad():
-            return call.owner.rule(call.owner.module, inputs, grad_by_example)
+        return apply_rule(call.owner, inputs, grad_by_example)
+
+    def _complain_of_wrong_rules(
+        self,
+        calls: list[Call],
+        grads: list[list[Tensor | None]],
+        layouts: list[Layout | None],
+        unexplained: set[str],
+        n: int,
+    ) -> None:
+        for call, call_grads, layout in zip(calls, grads, layouts, strict=True):
+            if layout is None or call_grads[0] is None or unexplained.isdisjoint(call.owner.parameters.values()):
+                continue
+            found = self._by_rule(call, call_grads[0], layout, n)
+            assert found is not None
+            complain_if_wrong(call, found, call_grads[0], layout, n)
 
     def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
         size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
@@ -275,14 +300,15 @@ class GhostClipper:
             )
         sums = self.unflatten(into)
         keep = self._norms.isfinite()
-        if not clip_factors[keep].isfinite().all():
+        broken, unusable = torch.stack([~keep.all(), (keep & ~clip_factors.isfinite()).any()]).tolist()
+        if unusable:
             raise ValueError("expected finite clip factors for all examples of finite norm")
         # Multiplying a NaN by a factor of zero would leave a NaN: such examples are taken out, not weighted down.
-        index = None if keep.all() else keep.nonzero().flatten()
-        factors = clip_factors if index is None else clip_factors[index]
+        index = keep.nonzero().flatten() if broken else None
+        factors = ClipFactors(clip_factors if index is None else clip_factors[index])
         for name, parts in self._contributions.items():
-            kept = parts if index is None else [part.select(index) for part in parts]
-            add_weighted_sum(kept, factors, sums[name])
+            for part in parts:
+                (part if index is None else part.select(index)).add_weighted_sum(factors, sums[name])
         if self._losses is not None:
             self._accumulate_slow(self._losses, clip_factors, keep, sums)
         self._forget()
@@ -290,7 +316,7 @@ class GhostClipper:
     # -- parameters that no module call explains ---------------------------------------------------------------------
 
     def _slow_gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """∇loss over the slow parameters, whatever the other examples are."""
+        """Computes ∇loss over the slow parameters, whatever the other examples are."""
         parameters = {name: self.parameters[name] for name in sorted(self.slow_parameters)}
         found = quarantined_grad(loss, list(parameters.values()), allow_unused=True)
         return {
@@ -299,7 +325,7 @@ class GhostClipper:
         }
 
     def _slow_squared_norms(self, losses: Tensor) -> Tensor:
-        """Also keeps these gradients as contributions or, where they are too large, the losses to find them again."""
+        """Keeps these gradients as contributions, too, or the losses to find them again where they are too large."""
         assert self._contributions is not None
         size = sum(self.parameters[name].numel() for name in self.slow_parameters)
         written: dict[str, list[Tensor]] | None = None

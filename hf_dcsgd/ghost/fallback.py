@@ -19,7 +19,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def is_random(module: nn.Module) -> bool:
-    """Whether a second run of this module in its present mode may give another result."""
+    """Tells whether a second run of this module in its present mode may give another result."""
     for child in module.modules():
         if not child.training:
             continue
@@ -33,12 +33,13 @@ def is_random(module: nn.Module) -> bool:
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:
-    """The differentiable tensors of a module's output, in a fixed order."""
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """Lists the differentiable tensors of a module's output, in a fixed order."""
+    leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def batch_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]], n: int) -> list[bool]:
-    """Which leaves of a call's arguments have the batch as their first axis, as far as shapes tell."""
+    """Tells which leaves of a call's arguments have the batch as their first axis, as far as shapes show."""
     return [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in tree_flatten(arguments)[0]]
 
 
@@ -49,7 +50,7 @@ def fallback_contributions(
     output_grads: list[Tensor | None],
     axes: list[int],
 ) -> dict[str, Contribution]:
-    """Contributions of the parameters that `module` owns itself; RuntimeError where it cannot be run that way.
+    """Computes contributions to what `module` owns itself; RuntimeError where it cannot be run that way.
 
     `sliced` says which argument leaves are cut along their first axis, `axes` where the batch is in each output.
     """
@@ -90,6 +91,6 @@ def _over_examples(
         except (RuntimeError, ValueError) as error:
             if "randomness error mode" in str(error):
                 raise
-    # Recurrent kernels and data-dependent branches cannot be vectorised: one example after the other.
+    # Recurrent kernels and data-dependent branches cannot be vectorized: one example after the other.
     each = [one_example([s[i] for s in slices], [g[i] for g in grads]) for i in range(len(grads[0]))]
     return {name: torch.stack([grads_i[name] for grads_i in each]) for name in each[0]}

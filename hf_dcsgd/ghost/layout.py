@@ -15,7 +15,7 @@ class Layout(Enum):
     FLATTENED_POSITION_FIRST = "positions and batch in one axis"
 
     def batch_first(self, value: Tensor, n: int) -> Tensor | None:
-        """The same values as (n, ...), or None where they do not have this layout."""
+        """Returns the same values as (n, ...), or None where they do not have this layout."""
         if self is Layout.BATCH_FIRST:
             return value if value.dim() > 0 and value.shape[0] == n else None
         if self is Layout.BATCH_SECOND:
@@ -28,17 +28,17 @@ class Layout(Enum):
 
     @property
     def axis(self) -> int:
-        """The axis of the batch, or of the rows that it is part of."""
+        """Returns the axis of the batch, or of the rows that it is part of."""
         return 1 if self is Layout.BATCH_SECOND else 0
 
     def holds_only(self, grad: Tensor, n: int, k: int) -> bool:
-        """Whether a gradient is zero outside of example k's slice."""
+        """Tells whether a gradient is zero outside of example k's slice."""
         slices = self.batch_first(grad, n)
         return slices is not None and not (slices[:k].any() or slices[k + 1 :].any())
 
 
 def fitting_layouts(shape: torch.Size, n: int, positions: int) -> list[Layout]:
-    """The layouts that an output of this shape may have, most usual first.
+    """Lists the layouts that an output of this shape may have, most usual first.
 
     Rows count as flattened only when there is one for every position of the model's input: rows picked by a router
     would fit by accident.

@@ -1,57 +1,68 @@
-"""Normalisation over features: LayerNorm, GroupNorm, nn.RMSNorm and the RMSNorm family of transformers.
+"""Normalization over features: LayerNorm, GroupNorm, nn.RMSNorm and the RMSNorm family of transformers.
 
-All of them scale a normalised input x̂ by a trainable vector, so the gradient is Σ output_grad · x̂ over every axis that
+All of them scale a normalized input x̂ by a trainable vector, so the gradient is Σ output_grad · x̂ over every axis that
 the vector does not have. It is a vector per example: small enough to write down.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dcsgd.ghost.contributions import Contribution, Dense, working_precision
-from hf_dcsgd.ghost.registry import register_recognised, register_rule, trainable
+from hf_dcsgd.ghost.registry import register_recognized, register_rule, trainable
 
 
 def _scale_and_shift(
-    module: nn.Module, normalised: Tensor, output_grad: Tensor, summed: tuple[int, ...]
+    module: nn.Module, normalize: Callable[[], Tensor], output_grad: Tensor, summed: tuple[int, ...]
 ) -> dict[str, Contribution]:
-    def total(value: Tensor) -> Tensor:
-        return value.sum(summed) if summed else value
-
     grad = working_precision(output_grad)
     contributions: dict[str, Contribution] = {}
     if trainable(module, "weight"):
-        contributions["weight"] = Dense(total(grad * normalised))
+        product = normalize().mul_(grad)
+        contributions["weight"] = Dense(product.sum(summed) if summed else product)
     if trainable(module, "bias"):
-        contributions["bias"] = Dense(total(grad))
+        contributions["bias"] = Dense(grad.sum(summed) if summed else grad)
     return contributions
 
 
-@register_rule(nn.LayerNorm)
+@register_rule(nn.LayerNorm, inputs_for=["weight"])
 def layer_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.LayerNorm)
-    normalised = F.layer_norm(working_precision(inputs), module.normalized_shape, eps=module.eps)
+    shape, eps = module.normalized_shape, module.eps
     return _scale_and_shift(
-        module, normalised, output_grad, tuple(range(1, inputs.dim() - len(module.normalized_shape)))
+        module,
+        lambda: F.layer_norm(working_precision(inputs), shape, eps=eps),
+        output_grad,
+        tuple(range(1, inputs.dim() - len(shape))),
     )
 
 
-@register_rule(nn.GroupNorm)
+@register_rule(nn.GroupNorm, inputs_for=["weight"])
 def group_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.GroupNorm)
-    normalised = F.group_norm(working_precision(inputs), module.num_groups, eps=module.eps)
-    return _scale_and_shift(module, normalised, output_grad, tuple(range(2, inputs.dim())))
+    groups, eps = module.num_groups, module.eps
+    return _scale_and_shift(
+        module,
+        lambda: F.group_norm(working_precision(inputs), groups, eps=eps),
+        output_grad,
+        tuple(range(2, inputs.dim())),
+    )
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
-    x = working_precision(inputs)
     weight = module.weight
     assert isinstance(weight, Tensor)
-    normalised = F.rms_norm(x, weight.shape, eps=rms_epsilon(module))
-    return _scale_and_shift(module, normalised, output_grad, tuple(range(1, x.dim() - weight.dim())))
+    return _scale_and_shift(
+        module,
+        lambda: F.rms_norm(working_precision(inputs), weight.shape, eps=rms_epsilon(module)),
+        output_grad,
+        tuple(range(1, inputs.dim() - weight.dim())),
+    )
 
 
 def rms_epsilon(module: nn.Module) -> float | None:
@@ -63,7 +74,7 @@ def rms_epsilon(module: nn.Module) -> float | None:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """True when this module's own autograd gradient agrees with the rule on random input.
+    """Tells whether this module's own autograd gradient agrees with the rule on random input.
 
     The family has dozens of classes, some with a unit offset (Gemma) or a gate (Mamba): the name alone proves nothing.
     """
@@ -85,8 +96,8 @@ def is_rms_norm(module: nn.Module) -> bool:
         (autograd,) = pullback(output_grad)
     except (TypeError, RuntimeError):
         return False
-    normalised = F.rms_norm(inputs, weight.shape, eps=rms_epsilon(module))
-    return torch.allclose(autograd, (output_grad * normalised).sum((0, 1)), rtol=1e-4, atol=1e-5)
+    normalized = F.rms_norm(inputs, weight.shape, eps=rms_epsilon(module))
+    return torch.allclose(autograd, (output_grad * normalized).sum((0, 1)), rtol=1e-4, atol=1e-5)
 
 
-register_recognised(is_rms_norm, rms_norm_rule)
+register_recognized(is_rms_norm, rms_norm_rule)

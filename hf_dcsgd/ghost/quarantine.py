@@ -21,7 +21,7 @@ _MASKED = -1e30
 
 
 class _FiniteOperands(TorchDispatchMode):
-    """Every kernel sees zeros in place of NaN and +inf, also in the activations saved by the forward."""
+    """Shows every kernel zeros in place of NaN and +inf, also in the activations saved by the forward."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ def _make_finite_(value: Any) -> None:
 
 
 def quarantined_grad(loss: Tensor, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` of a loss that is finite itself; dense, and not poisoned by its neighbours."""
+    """Differentiates a loss that is finite itself: as `torch.autograd.grad`, dense, not poisoned by neighbors."""
     grads = torch.autograd.grad(loss, inputs, **{**options, "retain_graph": True})
     if not all(grad is None or is_finite(grad) for grad in grads):
         with _FiniteOperands():

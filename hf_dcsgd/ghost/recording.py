@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_dcsgd.ghost.fallback import tensor_leaves
 from hf_dcsgd.ghost.quarantine import shield_recurrent
-from hf_dcsgd.ghost.registry import Rule, rule_for
+from hf_dcsgd.ghost.registry import Rule, needs_input, rule_for
 
 Slot: TypeAlias = tuple[str, int, int]  # owner's name, which of its calls in one forward, which of its outputs
 
@@ -27,6 +27,7 @@ class Owner:
     module: nn.Module
     rule: Rule | None
     parameters: dict[str, str]
+    needs_input: bool
 
     def __str__(self) -> str:
         return f"{self.name or '(the model itself)'} ({type(self.module).__name__})"
@@ -59,7 +60,7 @@ class Call:
 
 
 def find_owners(model: nn.Module) -> list[Owner]:
-    """Every module with trainable parameters of its own.
+    """Lists every module with trainable parameters of its own.
 
     A parameter that an inner module owns too (BERT's tied output bias) belongs to the inner one: its rule accounts for
     it, and the outer module must not count it again.
@@ -74,12 +75,13 @@ def find_owners(model: nn.Module) -> list[Owner]:
             if p is not None and p.requires_grad and id(p) not in inner
         }
         if owned:
-            owners.append(Owner(name, module, rule_for(module), owned))
+            rule = rule_for(module)
+            owners.append(Owner(name, module, rule, owned, rule is None or needs_input(rule, owned)))
     return owners
 
 
 class ForwardRecorder:
-    """Forward hooks on all owners, from `install` to `remove`; what they see is in `calls`.
+    """Hooks the forward of all owners, from `install` to `remove`; what the hooks see is in `calls`.
 
     Calls outside of `recording` are ignored: gradient checkpointing runs the forward again during the backward.
     """
@@ -91,8 +93,11 @@ class ForwardRecorder:
         self.recording = False
         self.forget()
 
-    def forget(self) -> None:
+    def forget_calls(self) -> None:
         self.calls: list[Call] = []
+
+    def forget(self) -> None:
+        self.forget_calls()
         self.batch_size: int | None = None
         self.positions = 1
         self._rows_are_examples = True
@@ -135,7 +140,7 @@ class ForwardRecorder:
                 return
 
     def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Position ids of shape (1, T) serve the whole batch: give every example its own copy of the look-up."""
+        """Gives every example its own look-up where position ids of shape (1, T) serve the whole batch."""
         n = self.batch_size if self.recording and self._rows_are_examples else None
         if n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
             return (args[0].expand(n, *args[0].shape[1:]), *args[1:])
@@ -147,13 +152,14 @@ class ForwardRecorder:
                 outputs = tensor_leaves(output)
                 edges = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
                 shapes = [t.shape for t in outputs]
-                self.calls.append(Call(owner, (args, kwargs), edges, shapes, self._seen[owner.name]))
+                arguments = (args, kwargs) if owner.needs_input else _without_values(args, kwargs)
+                self.calls.append(Call(owner, arguments, edges, shapes, self._seen[owner.name]))
                 self._seen[owner.name] += 1
 
         return record
 
     def shapes_without_last_example(self) -> dict[Slot, torch.Size]:
-        """Output shapes of the same forward, run again with one example less; empty where that cannot be run.
+        """Returns output shapes of the same forward with one example less; empty where that cannot be run.
 
         An axis that keeps its size is not the batch, even if its size happened to be the batch size.
         """
@@ -176,12 +182,17 @@ class ForwardRecorder:
 def output_grads(
     loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = None
 ) -> list[list[Tensor | None]]:
-    """Gradients of the loss at every recorded output, call by call; one backward pass."""
+    """Computes gradients of the loss at every recorded output, call by call, in one backward pass."""
     edges = [edge for call in calls for edge in call.edges if edge is not None]
     differentiate = differentiate or torch.autograd.grad
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
     remaining = iter(found)
     return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
+
+
+def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keeps shapes alone, in tensors that no rule can compute with and that hold no memory."""
+    return tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
 
 
 def _version(value: Any) -> int:

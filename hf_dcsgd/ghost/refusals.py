@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -21,36 +21,55 @@ class UnsupportedModelError(ValueError):
 
 
 class BatchCouplingError(RuntimeError):
-    """An example's loss depends on other examples of its batch, so no clipping bounds one record's influence."""
+    """An example's loss depends on others in its batch: clipping no longer bounds any one example's influence."""
 
 
-def refuse_unsupported(model: nn.Module, *, settings_too: bool = True) -> None:
-    """UnsupportedModelError with every problem and its cure. Settings do not change: one look at them is enough."""
-    problems = [
-        f"  {name or '(the model itself)'} ({type(module).__name__}): {reason}"
-        for name, module in model.named_modules()
-        if (reason := _reason_to_refuse(module)) is not None
-    ]
-    if settings_too:
-        # What a configuration sets for many modules is named once.
-        by_setting = {s: module for module in reversed(list(model.modules())) for s in _coupling_settings(module)}
-        problems += [f"  {type(module).__name__}: {setting}" for setting, module in by_setting.items()]
-    problems += [
-        f"  {name} ({parameter.dtype}): trainable parameters must be kept in fp32, or their gradients lose the digits "
-        "that clipping and noise need; call model.float() (bf16 autocast around the forward is fine) or freeze it"
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64)
-    ]
-    problems += [
-        f"  {name}: a hook of its own (register_hook; trackers of gradients set one) would see gradients before "
-        "clipping and noise; remove it"
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-    ]
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raises UnsupportedModelError with every problem and its cure."""
+    # What a configuration sets for many modules is named once.
+    by_setting = {s: module for module in reversed(list(model.modules())) for s in _coupling_settings(module)}
+    settings = [f"  {type(module).__name__}: {setting}" for setting, module in by_setting.items()]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _refuse(_module_problems(model.named_modules()) + settings + _parameter_problems(parameters))
+
+
+def may_change(module: nn.Module) -> bool:
+    """Whether a call of `train()` can make a module unsupported: it turns a frozen BatchNorm to batch statistics."""
+    return isinstance(module, (*_BATCH_STATISTICS, _INSTANCE_STATISTICS))
+
+
+def refuse_changes(modules: Iterable[tuple[str, nn.Module]], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raises UnsupportedModelError with the problems of these modules and trainable parameters."""
+    _refuse(_module_problems(modules) + _parameter_problems(parameters))
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise UnsupportedModelError(
             "per-example gradients are not possible for these parts of the model:\n" + "\n".join(problems)
         )
+
+
+def _module_problems(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    return [
+        f"  {name or '(the model itself)'} ({type(module).__name__}): {reason}"
+        for name, module in modules
+        if (reason := _reason_to_refuse(module)) is not None
+    ]
+
+
+def _parameter_problems(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    return [
+        f"  {name} ({parameter.dtype}): trainable parameters must be kept in fp32, or their gradients lose the digits "
+        "that clipping and noise need; call model.float() (bf16 autocast around the forward is fine) or freeze it"
+        for name, parameter in parameters.items()
+        if parameter.dtype not in (torch.float32, torch.float64)
+    ] + [
+        f"  {name}: a hook of its own (register_hook; trackers of gradients set one) would see gradients before "
+        "clipping and noise; remove it"
+        for name, parameter in parameters.items()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
 
 
 def _reason_to_refuse(module: nn.Module) -> str | None:
@@ -58,7 +77,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
         owns_trainable = any(p.requires_grad for p in module.parameters(recurse=False))
         if owns_trainable or module.track_running_stats is False or module.training:
             return (
-                "normalises with statistics of the whole batch, so one record changes the gradient of the others; "
+                "normalizes with statistics of the whole batch, so one record changes the gradient of the others; "
                 "replace it by nn.GroupNorm, or freeze it and keep it in eval() mode (model.train() undoes that)"
             )
     if type(module).__name__ in _HIDDEN_COUPLINGS:
@@ -77,7 +96,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
 
 
 def _coupling_settings(module: nn.Module) -> Iterator[str]:
-    """Settings that treat a batch as a whole: by its longest example, or by one random number for all of it."""
+    """Names settings that treat a batch as a whole: by its longest example, or by one random number for all."""
     types, config = getattr(module, "rope_type", None), getattr(module, "config", None)
     for rope_type in types.values() if isinstance(types, dict) else (types,):
         if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):

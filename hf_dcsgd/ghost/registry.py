@@ -7,23 +7,30 @@ compute something else, so it goes to the fallback unless it is registered itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
 from hf_dcsgd.ghost.contributions import Contribution
 
 Rule = Callable[[nn.Module, Tensor, Tensor], dict[str, Contribution]]
-Recogniser = Callable[[nn.Module], bool]
+Recognizer = Callable[[nn.Module], bool]
 
 _RULES: dict[type[nn.Module], Rule] = {}
-_RECOGNISED: list[tuple[Recogniser, Rule]] = []
+_INPUTS_FOR: dict[Rule, frozenset[str]] = {}
+_RECOGNIZED: list[tuple[Recognizer, Rule]] = []
 
 
-def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
-    """Decorator: this rule is exact for these types (and for none of their subclasses)."""
+def register_rule(*module_types: type[nn.Module], inputs_for: Iterable[str] | None = None) -> Callable[[Rule], Rule]:
+    """Registers the decorated rule as exact for these types, and for none of their subclasses.
+
+    `inputs_for` names the parameters whose contributions need the input. Where all of them are frozen, the rule gets
+    an input without values (on the `meta` device), and its memory is not held. All parameters need it by default.
+    """
 
     def register(rule: Rule) -> Rule:
+        if inputs_for is not None:
+            _INPUTS_FOR[rule] = frozenset(inputs_for)
         for module_type in module_types:
             _RULES[module_type] = rule
         return rule
@@ -31,22 +38,32 @@ def register_rule(*module_types: type[nn.Module]) -> Callable[[Rule], Rule]:
     return register
 
 
-def register_recognised(recogniser: Recogniser, rule: Rule) -> None:
-    """For families with many small classes: `recogniser(module)` proves that the rule is exact for this type."""
-    _RECOGNISED.append((recogniser, rule))
+def register_recognized(recognizer: Recognizer, rule: Rule) -> None:
+    """Registers a rule for a family of many small classes: `recognizer(module)` proves it exact for a type."""
+    _RECOGNIZED.append((recognizer, rule))
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """The exact rule for this module, or None: the fallback takes it."""
+    """Returns the exact rule for this module, or None: the fallback takes it."""
     module_type = type(module)
     if module_type not in _RULES:
-        for recogniser, rule in _RECOGNISED:
-            if recogniser(module):
+        for recognizer, rule in _RECOGNIZED:
+            if recognizer(module):
                 _RULES[module_type] = rule
                 break
     return _RULES.get(module_type)
 
 
+def needs_input(rule: Rule, attributes: Iterable[str]) -> bool:
+    """Tells whether contributions to these parameters of a module need its input."""
+    return rule not in _INPUTS_FOR or not _INPUTS_FOR[rule].isdisjoint(attributes)
+
+
+def is_built_in(rule: Rule) -> bool:
+    return rule.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def trainable(module: nn.Module, name: str) -> bool:
+    """Tells whether a module has this parameter of its own and it requires grad."""
     parameter = module._parameters.get(name)
     return parameter is not None and parameter.requires_grad

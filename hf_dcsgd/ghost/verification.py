@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, Outer, add_weighted_sum, squared_norms
+from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, Outer
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
+from hf_dcsgd.ghost.norms import squared_norms
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
 from hf_dcsgd.ghost.recording import Call, Owner, Slot, output_grads
 from hf_dcsgd.ghost.refusals import BatchCouplingError
@@ -30,7 +31,7 @@ class FoundLayouts:
 def find_layouts(
     losses: Tensor, calls: list[Call], positions: int, smaller_shapes: Callable[[], Mapping[Slot, torch.Size]]
 ) -> FoundLayouts:
-    """Where the batch is in each owner's outputs, found by differentiating single examples' losses.
+    """Finds where the batch is in each owner's outputs, by differentiating single examples' losses.
 
     What example k's loss touches must be slice k of each output; a loss that touches other slices is refused. Two
     examples are probed, because one alone cannot tell (batch, position) from (position, batch) when only one position
@@ -71,7 +72,7 @@ def _batchless_or_refuse(
     calls: list[Call],
     smaller_shapes: Callable[[], Mapping[Slot, torch.Size]],
 ) -> set[Slot]:
-    """The slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
+    """Returns the slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
     shapes = {call.slot(k): shape for call in calls for k, shape in enumerate(call.output_shapes)}
     smaller = smaller_shapes()
     batchless = {
@@ -82,8 +83,10 @@ def _batchless_or_refuse(
     coupled = {str(owner): None for slot, (owner, _) in refuted.items() if slot not in batchless}
     if coupled:
         raise BatchCouplingError(
-            "the loss of one example depends on other examples of its batch, so clipping bounds nothing. Seen in the "
-            "gradients of:\n" + "\n".join(f"  {owner}" for owner in coupled) + "\nUse a loss and modules "
+            "the loss of one example depends on other examples of its batch: clipping no longer bounds any one "
+            "example's influence. Seen in the gradients of:\n"
+            + "\n".join(f"  {owner}" for owner in coupled)
+            + "\nUse a loss and modules "
             "that treat each example alone (no in-batch negatives, no batch statistics, no balancing over the batch)."
         )
     return batchless
@@ -92,9 +95,10 @@ def _batchless_or_refuse(
 def unexplained_parameters(
     losses: Tensor, parameters: Mapping[str, nn.Parameter], contributions: Mapping[str, list[Contribution]]
 ) -> list[str] | None:
-    """Parameters whose total gradient is not the sum of their contributions: they have a use that no hook saw.
+    """Lists parameters whose gradient is not the sum of their contributions: a use that no hook saw, or a wrong rule.
 
-    Only examples with a finite gradient are looked at; None when there is none.
+    Only examples with a finite gradient are looked at; None when there is none. They have unequal weights, so that
+    gradients given to the wrong example show too.
     """
     keep = losses.detach().isfinite()
     for name, parts in contributions.items():
@@ -103,26 +107,39 @@ def unexplained_parameters(
     index = keep.nonzero().flatten()
     if not len(index):
         return None
-    expected = quarantined_grad(losses[index].sum(), list(parameters.values()), allow_unused=True)
+    weights = unequal_weights(losses[index])
+    expected = quarantined_grad((losses[index] * weights).sum(), list(parameters.values()), allow_unused=True)
     if not all(grad is None or is_finite(grad) for grad in expected):
         return None
-    ones = torch.ones(len(index), device=losses.device)
-    tolerance = max(_TOLERANCE[dtype] for dtype in {losses.dtype, *_dtypes(contributions)})
+    tolerance = tolerance_of((part for parts in contributions.values() for part in parts), losses.dtype)
     unexplained = []
     for name, grad in zip(parameters, expected, strict=True):
         parts = [part.select(index) for part in contributions.get(name, [])]
         total = torch.zeros_like(parameters[name]) if grad is None else grad
-        found = torch.zeros(total.shape, dtype=total.dtype, device=total.device)
-        add_weighted_sum(parts, ones, found)
-        if (found - total).norm() > tolerance * total.norm() + 1e-6:
+        if differs(parts, weights, total, tolerance):
             unexplained.append(name)
     return unexplained
 
 
-def _dtypes(contributions: Mapping[str, list[Contribution]]) -> set[torch.dtype]:
-    found = set()
-    for contribution in (c for parts in contributions.values() for c in parts):
+def unequal_weights(per_example: Tensor) -> Tensor:
+    """Makes a weight for each example, another one than its neighbors have; powers of two, which round nothing."""
+    return 0.5 ** (torch.arange(len(per_example), device=per_example.device) % 4)
+
+
+def differs(parts: Sequence[Contribution], weights: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Compares the weighted sum of contributions with autograd's."""
+    found = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
+    factors = ClipFactors(weights)
+    for part in parts:
+        part.add_weighted_sum(factors, found)
+    return bool((found - expected).norm() > tolerance * expected.norm() + 1e-6)
+
+
+def tolerance_of(contributions: Iterable[Contribution], *dtypes: torch.dtype) -> float:
+    """Picks the tolerance for the coarsest dtype among the contributions and `dtypes`."""
+    found = {torch.float64, *dtypes}
+    for contribution in contributions:
         found.add(contribution.value.dtype if isinstance(contribution, Dense) else contribution.right.dtype)
         if isinstance(contribution, Outer):
             found.add(contribution.left.dtype)
-    return found
+    return max(_TOLERANCE[dtype] for dtype in found)

@@ -11,7 +11,7 @@ not torch's: the latter keeps only the low 32 bits of its seed, few enough to tr
 torch's own, with a 64-bit seed. Neither is a cryptographic generator, and attacks on the floating-point representation
 of Gaussian samples are out of scope.
 
-| edge case | behaviour |
+| edge case | behavior |
 |---|---|
 | multiplier 0 | the exact value: no privacy; the plan refuses to be silent about it |
 | ``unsafe_seed`` | the noise is a function of the seed and the number of draws so far: no privacy |

@@ -8,7 +8,7 @@ the operating system: the global generators and their public seeds are neither r
 The draw is then cut into micro-batches. The released sum does not depend on the cut, so it may follow the data
 (sorting by length saves padding) at no cost in privacy.
 
-| edge case | behaviour |
+| edge case | behavior |
 |---|---|
 | empty draw | ``gradient_accumulation_steps`` empty micro-batches: the step is noise only, never skipped |
 | draw smaller than ``gradient_accumulation_steps`` | the last micro-batches are empty |

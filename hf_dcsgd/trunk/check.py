@@ -38,7 +38,7 @@ def require_same_results(step: PrivateStep, rows: list[dict[str, Any]]) -> None:
         raise TrunkCacheError(f"the model cannot run with its frozen blocks passed over: {error}") from error
     finally:
         step.model.train(was_training)
-        step.clipper.verify_again()
+        step.clipper.reset_verification()
 
 
 def _results(step: PrivateStep, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

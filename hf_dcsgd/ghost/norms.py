@@ -1,0 +1,261 @@
+"""Squared gradient norms of a batch, each parameter's in the form that costs least.
+
+| form    | what is computed                         | chosen where                                                   |
+|---------|------------------------------------------|---------------------------------------------------------------|
+| product | ‖left‖²·‖right‖²                         | one position has a gradient, e.g. that of a [CLS] token       |
+| Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | T·(p + d) ≤ p·d                                               |
+| written | the gradient itself, p×d numbers         | beyond; kept for the sum where it is smaller than a factor    |
+
+Positions at which no example has a gradient are left out first. Both sides of the border between Gram and written form
+run at the speed of matrix products, so that counting multiplications is as good as measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_dcsgd.ghost.contributions import (
+    Contribution,
+    Dense,
+    Factored,
+    Identity,
+    LastResult,
+    OneHotRows,
+    Outer,
+    identity,
+    working_dtype,
+    working_precision,
+)
+
+# T positions whose directions are unrelated have a squared norm of at least 1/T of its upper bound. Well below that,
+# they cancel, and the Gram form loses digits: the squared norm is then taken again in double precision, so that an
+# example can never pass for smaller than it is.
+_CANCELLATION = 1 / 8
+# An example is taken to be no smaller than this share of its upper bound, however far its positions cancel: the
+# clipped sum adds them up in fp32 among those of all other examples, and would lose digits where they far exceed C.
+_SMALLEST_SHARE = 2.0**-12
+# Written gradients that are not kept are formed for a few examples at a time.
+_WRITTEN_CHUNK_ELEMENTS = 1 << 24
+
+Parts = list[Contribution]
+
+
+def take_norms(
+    contributions: Mapping[str, Sequence[Contribution]], shapes: Mapping[str, torch.Size]
+) -> tuple[dict[str, Tensor], dict[str, Parts]]:
+    """Returns the squared norms of every example by parameter, and contributions that have the same sums.
+
+    Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`. The host waits for the device twice,
+    however many parameters there are.
+    """
+    lengths: dict[Identity, Tensor] = {}
+    bounds = {name: _bound(parts, lengths) for name, parts in contributions.items()}
+    remaining = _without_idle_positions(contributions, lengths)
+    squared: dict[str, Tensor] = {}
+    by_gram: dict[str, list[Factored]] = {}
+    right_gram = LastResult()
+    for name, parts in remaining.items():
+        bound, factored = bounds[name], [part for part in parts if not isinstance(part, Dense)]
+        if bound is not None and len(factored) == len(parts) and sum(part.positions for part in factored) <= 1:
+            squared[name] = bound
+        elif len(parts) == 1 and isinstance(parts[0], OneHotRows):
+            squared[name] = _squared_row_sums(parts[0], shapes[name][0])
+        elif _is_written(parts, shapes[name]):
+            squared[name], remaining[name] = _written(parts, shapes[name])
+        else:
+            by_gram[name] = _joined(factored)
+            squared[name] = _gram(by_gram[name], right_gram)
+    _repair_cancelled(squared, bounds, by_gram)
+    for name, bound in bounds.items():
+        if bound is not None:
+            squared[name] = torch.maximum(squared[name], _SMALLEST_SHARE**2 * bound)
+    return squared, remaining
+
+
+def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
+    """Returns ‖Σ contributions‖² of every example, for one parameter of the given shape."""
+    return take_norms({"": contributions}, {"": shape})[0][""]
+
+
+def _row_lengths(value: Tensor, known: dict[Identity, Tensor]) -> Tensor:
+    """Returns the lengths of all rows of (n, T, d); layers that share their input share these."""
+    key = identity(value)
+    if key not in known:
+        known[key] = torch.linalg.vector_norm(value, dim=2, dtype=working_dtype(value))
+    return known[key]
+
+
+def _bound(parts: Sequence[Contribution], lengths: dict[Identity, Tensor]) -> Tensor | None:
+    """Returns (Σ_t ‖left_t‖·‖right_t‖)², an upper bound of each example's squared norm; None for written gradients."""
+    found = []
+    for part in parts:
+        if isinstance(part, Outer):
+            found.append((_row_lengths(part.left, lengths) * _row_lengths(part.right, lengths)).sum(1))
+        elif isinstance(part, OneHotRows):
+            found.append(_row_lengths(part.right, lengths).sum(1))
+    return torch.stack(found).sum(0).square() if found else None
+
+
+def _without_idle_positions(
+    contributions: Mapping[str, Sequence[Contribution]], lengths: dict[Identity, Tensor]
+) -> dict[str, Parts]:
+    """Leaves out positions at which no example has a gradient, where those are many.
+
+    Bounds are taken of all positions, so that an example whose input is not finite at one of them is not finite still,
+    whatever its neighbors are.
+    """
+    outers = [p for parts in contributions.values() for p in parts if isinstance(p, Outer) and p.positions > 1]
+    busy = {id(outer): (_row_lengths(outer.left, lengths) != 0).any(0) for outer in outers}
+    counts = torch.stack([mask.sum() for mask in busy.values()]).tolist() if busy else []
+    shorter = {}
+    for outer, count in zip(outers, counts, strict=True):
+        if 2 * count <= outer.positions:
+            index = busy[id(outer)].nonzero().flatten()
+            shorter[id(outer)] = Outer(outer.left[:, index], outer.right[:, index])
+    return {name: [shorter.get(id(part), part) for part in parts] for name, parts in contributions.items()}
+
+
+# -- forms -----------------------------------------------------------------------------------------------------------
+
+
+def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
+    if any(isinstance(part, Dense) for part in parts):
+        return True
+    positions = sum(part.positions for part in parts if not isinstance(part, Dense))
+    return positions * (shape[0] + shape[1:].numel()) > shape.numel()
+
+
+def _written(parts: Parts, shape: torch.Size) -> tuple[Tensor, Parts]:
+    """Squared norms of written gradients, and those themselves or what they are made of, whichever is smaller."""
+    if len(parts) == 1 and isinstance(parts[0], Dense):
+        return _squared_lengths(parts[0].value, shape), parts
+    positions = sum(part.positions for part in parts if not isinstance(part, Dense))
+    if min(shape[0], shape[1:].numel()) <= positions or any(isinstance(part, Dense) for part in parts):
+        value = _per_example(parts, shape)
+        return _squared_lengths(value, shape), [Dense(value)]
+    n, chunk = len(_any_tensor(parts[0])), max(1, _WRITTEN_CHUNK_ELEMENTS // shape.numel())
+    pieces = [
+        _squared_lengths(_per_example([part.select(slice(k, k + chunk)) for part in parts], shape), shape)
+        for k in range(0, max(n, 1), chunk)
+    ]
+    return torch.cat(pieces), parts
+
+
+def _squared_lengths(value: Tensor, shape: torch.Size) -> Tensor:
+    """Returns the squared length of each example's gradient, adding up rows first and then their sums."""
+    rows = value.reshape(len(value), *((1, shape.numel()) if len(shape) < 2 else (shape[0], shape[1:].numel())))
+    return torch.linalg.vector_norm(rows, dim=2, dtype=working_dtype(value)).square().sum(1)
+
+
+def _any_tensor(part: Contribution) -> Tensor:
+    return part.value if isinstance(part, Dense) else part.right
+
+
+def _per_example(parts: Parts, shape: torch.Size) -> Tensor:
+    """Writes down the gradient of each example, (n, p, d)."""
+    n, p, d = len(_any_tensor(parts[0])), shape[:1].numel(), shape[1:].numel()
+    total: Tensor | None = None
+    for part in sorted(parts, key=lambda part: not isinstance(part, Outer)):
+        if isinstance(part, Outer):
+            left, right = working_precision(part.left).mT, working_precision(part.right)
+            total = left @ right if total is None else total.baddbmm_(left, right)
+            continue
+        source = working_precision(_any_tensor(part))
+        total = source.new_zeros(n, p, d) if total is None else total
+        if isinstance(part, Dense):
+            total += source.reshape(n, p, d)
+        else:
+            total.scatter_add_(1, part.index[:, :, None].expand_as(source), source)
+    assert total is not None
+    return total
+
+
+def _squared_row_sums(part: OneHotRows, rows: int) -> Tensor:
+    """Adds up repeated rows within each example first, so nothing cancels and no (n, rows, d) table is made."""
+    n, positions = part.index.shape
+    example = torch.arange(n, device=part.index.device).repeat_interleave(positions)
+    used, place = torch.unique(example * rows + part.index.flatten(), return_inverse=True)
+    right = working_precision(part.right).flatten(0, 1)
+    row_sums = right.new_zeros(len(used), right.shape[1]).index_add_(0, place, right)
+    return right.new_zeros(n).index_add_(0, used // rows, torch.linalg.vector_norm(row_sums, dim=1).square())
+
+
+# -- Gram ------------------------------------------------------------------------------------------------------------
+
+
+def _joined(factored: Sequence[Factored]) -> list[Factored]:
+    """Makes several `Outer` one with more positions."""
+    outers = [part for part in factored if isinstance(part, Outer)]
+    if len(outers) < 2:
+        return list(factored)
+    joined = Outer(torch.cat([part.left for part in outers], 1), torch.cat([part.right for part in outers], 1))
+    return [joined, *(part for part in factored if not isinstance(part, Outer))]
+
+
+def _repair_cancelled(
+    squared: dict[str, Tensor], bounds: Mapping[str, Tensor | None], by_gram: Mapping[str, list[Factored]]
+) -> None:
+    """Takes norms whose terms cancel again, in double precision."""
+    cancelled = {}
+    for name, factored in by_gram.items():
+        bound = bounds[name]
+        assert bound is not None
+        cancelled[name] = squared[name] < _CANCELLATION / sum(part.positions for part in factored) * bound
+    concerned = torch.stack([mask.any() for mask in cancelled.values()]).tolist() if cancelled else []
+    for name in (name for name, is_concerned in zip(cancelled, concerned, strict=True) if is_concerned):
+        index = cancelled[name].nonzero().flatten()
+        again = _gram([_in_double(part.select(index)) for part in by_gram[name]], LastResult())
+        squared[name][index] = again.to(squared[name].dtype)
+
+
+def _in_double(part: Factored) -> Factored:
+    if isinstance(part, Outer):
+        return Outer(part.left.double(), part.right.double())
+    return OneHotRows(part.index, part.right.double())
+
+
+def _gram(factored: Sequence[Factored], right_gram: LastResult) -> Tensor:
+    """Returns ‖Σ factored‖² of every example, from T×T products of the factors."""
+    if len(factored) == 1 and isinstance(factored[0], Outer):
+        left = working_precision(factored[0].left)
+        return _inner(left @ left.mT, right_gram.of(factored[0].right, _self_products))
+    total = None
+    for i, first in enumerate(factored):
+        for j, second in enumerate(factored[: i + 1]):
+            rights = working_precision(first.right) @ working_precision(second.right).mT
+            inner = _inner(_left_products(first, second), rights)
+            inner = inner if i == j else 2 * inner
+            total = inner if total is None else total + inner
+    assert total is not None
+    return total
+
+
+def _inner(lefts: Tensor, rights: Tensor) -> Tensor:
+    """Returns ⟨lefts, rights⟩ of every example; `lefts` is used up."""
+    return lefts.mul_(rights).sum((1, 2))
+
+
+def _self_products(value: Tensor) -> Tensor:
+    value = working_precision(value)
+    return value @ value.mT
+
+
+def _left_products(first: Factored, second: Factored) -> Tensor:
+    """Returns ⟨left of first at s, left of second at t⟩ as (n, S, T)."""
+    if isinstance(first, Outer) and isinstance(second, Outer):
+        return working_precision(first.left) @ working_precision(second.left).mT
+    if isinstance(first, OneHotRows) and isinstance(second, OneHotRows):
+        return (first.index[:, :, None] == second.index[:, None, :]).to(working_dtype(first.right))
+    if isinstance(first, Outer) and isinstance(second, OneHotRows):
+        return _columns(first.left, second.index)
+    assert isinstance(first, OneHotRows)
+    assert isinstance(second, Outer)
+    return _columns(second.left, first.index).mT
+
+
+def _columns(left: Tensor, index: Tensor) -> Tensor:
+    """Takes left[i, s, index[i, t]] as (n, S, T): products of factors with one-hot rows."""
+    return working_precision(left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)))
