@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
+from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.forward_writes import refuse_forward_writes
 from hf_dcsgd.checks.preflight import check_before_training, require_kinds
 from hf_dcsgd.data.loading import Batch, batch_length, cut, poisson_dataloader, row_lengths
@@ -41,6 +42,7 @@ from hf_dcsgd.runs.processes import (
     require_agreement,
 )
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
+from hf_dcsgd.runs.spending import describe_earlier, earlier_statement
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.tasks.layer_selection import hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import checked_user_losses, per_example_losses, split_labels
@@ -94,6 +96,7 @@ class DCSGDTrainer(PublishingTrainer):
         self.search_cost: SearchCost | None = None
         self._trials: list[tuple[str, DPMechanism]] = []
         self._clipped_sums: dict[str, Tensor] = {}
+        self._layers: str | None = None
         super().__init__(*args, **kwargs)
         self._refuse_incompatible()
         if not self.is_world_process_zero():
@@ -125,20 +128,11 @@ class DCSGDTrainer(PublishingTrainer):
         refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
         if self.train_dataset is not None:
             map_style_length(self.train_dataset)
-        self._refuse_training_data(self.eval_dataset)
-
-    def _refuse_training_data(self, eval_dataset: Any) -> None:
-        """Not even by mistake: metrics are published as they are."""
-        several = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-        if self.train_dataset is not None and any(dataset is self.train_dataset for dataset in several):
-            raise ValueError(
-                "eval_dataset is the training data, whose metrics would be logged without noise; pass other data. "
-                "predict() logs nothing, for a look of your own"
-            )
+        refuse_training_data(self.train_dataset, self.eval_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As transformers does; the training data are refused."""
-        self._refuse_training_data(eval_dataset)
+        refuse_training_data(self.train_dataset, eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -241,8 +235,6 @@ class DCSGDTrainer(PublishingTrainer):
         self.clipper = GhostClipper(self.model)
         self._check_parity()
         self._start_mechanism(self.plan, saved)
-        if self.is_world_process_zero():
-            print(self.plan.describe())
         return prepared
 
     def _refuse_second_run(self) -> None:
@@ -259,14 +251,26 @@ class DCSGDTrainer(PublishingTrainer):
     def _start_mechanism(self, plan: PrivacyPlan, saved: dict[str, Any] | None) -> None:
         trial = getattr(self, "_trial", None)
         run_dir, is_main = Path(self._get_output_dir(trial)), self.is_world_process_zero()
-        self.mechanism = start_mechanism(plan, run_dir, saved, is_main_process=is_main, device=self.args.device)
+        earlier = earlier_statement(self.model, self.args.earlier_spending) if saved is None else None
+        self.mechanism = start_mechanism(
+            plan, run_dir, saved, is_main_process=is_main, device=self.args.device, earlier=earlier
+        )
         if trial is not None:
             self._trials.append((str(run_dir), self.mechanism))
         trace = run_dir / TRACE_FILENAME if is_main else None
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
         self._privacy_callback().attach(self.mechanism, trace)
-        self._record_run(run_dir)
+        assert self.clipper is not None
+        self._record_run(
+            run_dir,
+            self.mechanism,
+            trainable_layers=self._layers,
+            rules=self.clipper.rules(),
+            slow_parameters=self.clipper.slow_parameters,
+        )
+        if is_main:
+            print(plan.describe() + describe_earlier(earlier, plan))
 
     def _privacy_callback(self) -> PrivacyCallback:
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
@@ -423,15 +427,17 @@ class DCSGDTrainer(PublishingTrainer):
         backend = kwargs.get("backend")
         if backend is not None and HPSearchBackend(backend) is HPSearchBackend.RAY:
             raise ValueError(f"backend={backend} runs trials in other processes, whose cost is lost; use optuna")
+        output_dir = str(self.args.output_dir)
+        earlier = self.search_cost or SearchCost.read(output_dir)
         self._trials = []
         try:
             return super().hyperparameter_search(*args, **kwargs)
         finally:
             if self._trials:
-                self.search_cost = search_cost(self._trials)
+                self.search_cost = search_cost(self._trials, earlier)
                 logger.warning(self.search_cost.describe())
                 if self.is_world_process_zero():
-                    self.search_cost.write(self._get_output_dir(None))
+                    self.search_cost.write(output_dir)
 
     def _hp_search_setup(self, trial: Any) -> None:
         super()._hp_search_setup(trial)

@@ -19,6 +19,7 @@ from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, STRATEGY_OPTIONS, PrivacyPlan
 from hf_dcsgd.runs.processes import refuse_sharding_environment
+from hf_dcsgd.runs.spending import COUNTED, EARLIER_SPENDING_CHOICES
 from hf_dcsgd.validation import require_count
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,13 @@ class DCSGDTrainingArguments(TrainingArguments):
     loss_noise_multiplier: float = _option(
         10.0, "log_train_loss=private: the noise multiplier σ_L of the released loss, which must exceed σ."
     )
+    earlier_spending: str = _option(
+        COUNTED,
+        "What earlier private runs have spent on the weights that this one starts from. count: plan, report and card "
+        "add it, as the data may be the same. other_data: it is left out, because you know that the data have no "
+        "example in common; report and card say so.",
+        EARLIER_SPENDING_CHOICES,
+    )
     unsafe_noise_seed: int | None = _option(
         None,
         "VOIDS THE GUARANTEE. Makes noise and sampling repeatable, for debugging; whoever knows the seed can subtract "
@@ -184,6 +192,7 @@ class DCSGDTrainingArguments(TrainingArguments):
             raise ValueError(f"expected target_delta in (0, 1), got {self.target_delta:g}")
         _require_choice("accountant", self.accountant, ACCOUNTANTS)
         _require_choice("log_train_loss", self.log_train_loss, TRAIN_LOSS_MODES)
+        _require_choice("earlier_spending", self.earlier_spending, EARLIER_SPENDING_CHOICES)
         _require_positive("loss_clip", self.loss_clip)
         _require_positive("loss_noise_multiplier", self.loss_noise_multiplier)
 
@@ -304,6 +313,7 @@ class DCSGDTrainingArguments(TrainingArguments):
             steps = planned_steps(dataset_size, batch_size, self.num_train_epochs)
         options = self.privacy_options()
         options.pop("trainable_layers")
+        options.pop("earlier_spending")
         log_train_loss = options.pop("log_train_loss")
         if log_train_loss != "private":
             options["loss_clip"] = options["loss_noise_multiplier"] = None

@@ -40,7 +40,7 @@ from transformers import (
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.privacy.ledger import PrivacyLedger
-from hf_dcsgd.reporting.report import spent_in_words
+from hf_dcsgd.reporting.report import format_spending
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 
@@ -351,7 +351,7 @@ def publish(trainer: Trainer, model_args: ModelArguments, data: GlueData) -> Non
     else:
         trainer.create_model_card(**facts)
     if isinstance(trainer, DCSGDTrainer) and trainer.plan is not None and trainer.is_world_process_zero():
-        print(spent_in_words(trainer.privacy_report()))
+        print(format_spending(trainer.privacy_report()))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from hf_dcsgd.checks.forward_writes import refuse_forward_writes
 from hf_dcsgd.checks.parity import ParityError, check_parity, synthetic_like
 from hf_dcsgd.cli.step_cost import measure_step
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
+from hf_dcsgd.reporting.format import parameter_groups
 from hf_dcsgd.reporting.model_card import task_of
-from hf_dcsgd.reporting.report import parameter_groups
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import loss_kind, per_example_losses, split_labels
 

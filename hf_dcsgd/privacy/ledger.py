@@ -238,8 +238,15 @@ class PrivacyLedger:
 
 # A forked worker keeps the files, and with them the lock, of a parent that dies: it gives back its copies at once.
 _open_ledgers: weakref.WeakSet[PrivacyLedger] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for ledger in list(_open_ledgers):
+        ledger.close()
+
+
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=lambda: [ledger.close() for ledger in list(_open_ledgers)])
+    os.register_at_fork(after_in_child=_close_all)
 
 
 class _Replay:
