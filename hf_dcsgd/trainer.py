@@ -29,6 +29,7 @@ from hf_dcsgd.checks.environment import (
     refuse_sharding_environment,
     refuse_split_model,
 )
+from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import poisson_dataloader, restack
@@ -42,6 +43,7 @@ from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_priva
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.runs.processes import public_settings, quiet_replica, require_agreement
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
+from hf_dcsgd.runs.spending import describe_earlier, earlier_statement
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.step import ExampleLosses, PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
@@ -139,7 +141,7 @@ class DCSGDTrainer(PublishingTrainer):
         refuse_sharding_environment()
         refuse_lone_processes(self.args.world_size)
         refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
-        self._refuse_training_data(self.eval_dataset)
+        refuse_training_data(self.train_dataset, self.eval_dataset)
         if not self.is_world_process_zero():
             quiet_replica()
         # A module whose forward takes no labels has names for none, and transformers would drop them from the data.
@@ -156,18 +158,9 @@ class DCSGDTrainer(PublishingTrainer):
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
-    def _refuse_training_data(self, eval_dataset: Any) -> None:
-        """Not even by mistake: metrics are published as they are."""
-        several = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-        if self.train_dataset is not None and any(dataset is self.train_dataset for dataset in several):
-            raise ValueError(
-                "eval_dataset is the training data, whose metrics would be logged without noise; pass other data, or "
-                "use predict() to inspect training examples; it logs nothing"
-            )
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Return what transformers does; the training data are refused."""
-        self._refuse_training_data(eval_dataset)
+        refuse_training_data(self.train_dataset, eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -379,7 +372,10 @@ class DCSGDTrainer(PublishingTrainer):
             require_same_results(step, self._cache.some_rows(self.args.process_index))
         run_dir, is_main = Path(self._get_output_dir(self._current_trial)), self.is_world_process_zero()
         saved = self._saved_state()[1]
-        step.mechanism = start_mechanism(self.plan, run_dir, saved, is_main_process=is_main, device=self.args.device)
+        earlier = earlier_statement(self.model, self.args.earlier_spending) if saved is None else None
+        step.mechanism = start_mechanism(
+            self.plan, run_dir, saved, is_main_process=is_main, device=self.args.device, earlier=earlier
+        )
         self.step = step
         if self._current_trial is not None:
             self._trials.append((str(run_dir), step.mechanism))
@@ -387,9 +383,15 @@ class DCSGDTrainer(PublishingTrainer):
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
         self._privacy_callback().attach(step.mechanism, trace)
-        self._record_run(run_dir)
+        self._record_run(
+            run_dir,
+            step.mechanism,
+            trainable_layers=self._layers,
+            rules=step.clipper.rules(),
+            slow_parameters=step.clipper.slow_parameters,
+        )
         if is_main:
-            print(self.plan.describe())
+            print(self.plan.describe() + describe_earlier(earlier, self.plan))
 
     def _privacy_callback(self) -> PrivacyCallback:
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
@@ -463,14 +465,17 @@ class DCSGDTrainer(PublishingTrainer):
         backend = kwargs.get("backend")
         if backend is not None and HPSearchBackend(backend) is HPSearchBackend.RAY:
             raise ValueError(f"backend={backend} runs trials in other processes, whose cost is lost; use optuna")
+        output_dir = str(self.args.output_dir)
+        earlier = self.search_cost or SearchCost.read(output_dir)
+        self._trials = []
         try:
             return super().hyperparameter_search(*args, **kwargs)
         finally:
             if self._trials:
-                self.search_cost = search_cost(self._trials)
+                self.search_cost = search_cost(self._trials, earlier)
                 logger.warning(self.search_cost.describe())
                 if self.is_world_process_zero():
-                    self.search_cost.write(self._get_output_dir(None))
+                    self.search_cost.write(output_dir)
 
     # -- the statement -----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, STRATEGY_OPTIONS, PrivacyPlan
+from hf_dcsgd.runs.spending import COUNTED, EARLIER_SPENDING_CHOICES
 from hf_dcsgd.validation import require_count
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,13 @@ class DCSGDTrainingArguments(TrainingArguments):
     loss_noise_multiplier: float = _option(
         10.0, "log_train_loss=private: the noise multiplier σ_L of the released loss, which must exceed σ."
     )
+    earlier_spending: str = _option(
+        COUNTED,
+        "What earlier private runs have spent on the weights that this one starts from. count: plan, report and card "
+        "add it, as the data may be the same. other_data: it is left out, because you know that the data have no "
+        "example in common; report and card say so.",
+        EARLIER_SPENDING_CHOICES,
+    )
     unsafe_noise_seed: int | None = _option(
         None,
         "VOIDS THE GUARANTEE. Makes noise and sampling repeatable, for debugging; whoever knows the seed can subtract "
@@ -201,6 +209,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         _require_choice("log_train_loss", self.log_train_loss, TRAIN_LOSS_MODES)
         _require_choice("trunk_cache", self.trunk_cache, TRUNK_CACHE_MODES)
         _require_choice("trunk_cache_dtype", self.trunk_cache_dtype, TRUNK_CACHE_DTYPES)
+        _require_choice("earlier_spending", self.earlier_spending, EARLIER_SPENDING_CHOICES)
         _require_positive("loss_clip", self.loss_clip)
         _require_positive("loss_noise_multiplier", self.loss_noise_multiplier)
 
@@ -320,7 +329,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         else:
             steps = planned_steps(dataset_size, batch_size, self.num_train_epochs)
         options = self.privacy_options()
-        for name in ("trainable_layers", "trunk_cache", "trunk_cache_dir", "trunk_cache_dtype"):
+        for name in ("trainable_layers", "earlier_spending", "trunk_cache", "trunk_cache_dir", "trunk_cache_dtype"):
             options.pop(name)
         log_train_loss = options.pop("log_train_loss")
         if log_train_loss != "private":

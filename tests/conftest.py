@@ -1,6 +1,8 @@
 """Fixtures that several test files share."""
 
 import gc
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -13,6 +15,10 @@ settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
 Count = Callable[[str, int], None]
+
+# What the package remembers of ledgers and weights must not outlive the tests; processes that they start inherit it.
+REGISTRY = tempfile.TemporaryDirectory(prefix="hf_dcsgd-")
+os.environ["HF_DCSGD_HOME"] = REGISTRY.name
 
 
 @pytest.fixture

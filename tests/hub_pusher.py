@@ -79,7 +79,7 @@ def make_trainer(kind: str, work: Path) -> DCSGDTrainer:
     )
     data = rows(tokens)
     return DCSGDTrainer(
-        model, args, train_dataset=data, eval_dataset=data[:8], processing_class=tokens, compute_metrics=accuracy
+        model, args, train_dataset=data[8:], eval_dataset=data[:8], processing_class=tokens, compute_metrics=accuracy
     )
 
 

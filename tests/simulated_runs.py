@@ -13,7 +13,7 @@ from tiny_tasks import BATCH, SIGMA, N, feature_classifier
 
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.reporting.report import write_run_record
+from hf_dcsgd.reporting.run_record import write_run_record
 from hf_dcsgd.runs.callbacks import TRACE_FILENAME
 
 STEPS = 6
@@ -34,11 +34,13 @@ def simulate(
     model: torch.nn.Module | None = None,
     trainable_layers: str = "as_is",
     scale: float = 1.0,
+    earlier: dict[str, Any] | None = None,
     **changes: Any,
 ) -> PrivacyPlan:
     """Charges and releases `take` steps of a new run in this directory (all of them by default)."""
     plan = plan_of(**changes)
-    mechanism = DPMechanism(plan, ledger=PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=False))
+    ledger = PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=False, earlier=earlier)
+    mechanism = DPMechanism(plan, ledger=ledger)
     write_run_record(
         run_dir,
         plan=plan,
@@ -55,6 +57,7 @@ def simulate(
         release = mechanism.release(torch.zeros(plan.num_parameters))
         lines.append({"step": step + 1, **release.values})
     write_trace(run_dir, lines)
+    mechanism.close()
     return plan
 
 

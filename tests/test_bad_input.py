@@ -376,7 +376,11 @@ KINDS = {
 
 
 def charged(folder: Path) -> int:
-    return PrivacyLedger.read(folder).total_charged if (folder / PrivacyLedger.FILENAME).exists() else 0
+    return (
+        sum(run.charged for run in PrivacyLedger.read(folder).runs)
+        if (folder / PrivacyLedger.FILENAME).exists()
+        else 0
+    )
 
 
 @pytest.mark.parametrize("case", [*ARGUMENTS, *DATASETS, *MODELS], ids=lambda case: case.name)

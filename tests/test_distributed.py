@@ -292,7 +292,7 @@ def test_a_search_runs_and_charges_its_trials_on_all_ranks_alike(pair: Path) -> 
     assert first == second
     assert "2 trials" in first["cost"]
     ledgers = list((pair / "search").rglob(PrivacyLedger.FILENAME))
-    assert [PrivacyLedger.read(ledger.parent).total_charged for ledger in ledgers] == [6, 6]
+    assert [sum(run.charged for run in PrivacyLedger.read(ledger.parent).runs) for ledger in ledgers] == [6, 6]
 
 
 # --- the end of a process --------------------------------------------------------------------------------------------

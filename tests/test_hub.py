@@ -60,7 +60,14 @@ def test_only_listed_files_are_pushed(pushed):
         else {"config.json", "model.safetensors"}
     )
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    statement = {"README.md", "privacy_report.json", "privacy_report.html", "clip_threshold.png", "training_args.bin"}
+    statement = {
+        "privacy_spent.json",
+        "README.md",
+        "privacy_report.json",
+        "privacy_report.html",
+        "clip_threshold.png",
+        "training_args.bin",
+    }
     pushed_names = {name for name, _ in server.uploaded}
     top_level = {name for name in pushed_names if "/" not in name}
     assert top_level == model | tokenizer | statement

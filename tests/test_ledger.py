@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
@@ -46,6 +47,11 @@ while True:
 
 def lines_of(directory):
     return (Path(directory) / PrivacyLedger.FILENAME).read_bytes().splitlines(keepends=True)
+
+
+def without_registry(monkeypatch, tmp_path):
+    """As on another machine."""
+    monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "another registry"))
 
 
 def filled(directory, charges, plan=PLAN):
@@ -95,8 +101,15 @@ def test_killed_at_random_points_charged_is_never_less_than_released(tmp_path, p
     assert pieces == 0 or torn > 0, "no line was torn"
 
 
+@pytest.fixture
+def no_registry(monkeypatch):
+    """Nobody remembers what a file held before it was cut."""
+    monkeypatch.setenv("HF_DCSGD_HOME", os.devnull)
+
+
 @given(data=st.data())
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("no_registry")
 def test_cut_at_any_byte_counts_against_us(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("ledger")
     path = directory / PrivacyLedger.FILENAME
@@ -112,6 +125,7 @@ def test_cut_at_any_byte_counts_against_us(tmp_path_factory, data):
     assert ledger.charged == begun
     assert ledger.charge(9) == begun + 1
     ledger.verify_contains(begun + 1, ledger.head)
+    ledger.close()
     assert PrivacyLedger.read(directory).charged == begun + 1
 
     # And cut again, within what was written after the first cut.
@@ -184,6 +198,7 @@ def test_a_failed_write_stops_the_ledger(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(LedgerError, match="can no longer be written"):
         ledger.charge(2)
+    ledger.close()
     assert PrivacyLedger.open(tmp_path, PLAN, resume=True).charged == 3
 
 
@@ -201,13 +216,52 @@ def test_a_failed_sync_stops_the_ledger(tmp_path, monkeypatch):
         ledger.charge(2)
 
 
-def test_two_writers_are_noticed(tmp_path):
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_in_one_directory_at_once_are_refused(tmp_path, resume):
     first = filled(tmp_path, 1)
-    second = PrivacyLedger.open(tmp_path, PLAN, resume=True)
-    second.charge(1)
+    with pytest.raises(LedgerError, match=str(tmp_path)):
+        PrivacyLedger.open(tmp_path, PLAN, resume=resume)
+    assert first.charge(1) == 2
+    first.close()
+    assert PrivacyLedger.open(tmp_path, PLAN, resume=True).charged == 2
+
+
+def test_the_lock_ends_with_its_process(tmp_path):
+    command = [sys.executable, "-c", CHILD, str(tmp_path), "0", "new"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert os.read(child.stdout.fileno(), 1) == b"o"
+        with pytest.raises(LedgerError, match="in use"):
+            PrivacyLedger.open(tmp_path, {"steps": 10**6}, resume=True)
+        child.kill()
+    assert PrivacyLedger.open(tmp_path, {"steps": 10**6}, resume=True).charged >= 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_worker_does_not_keep_the_lock(tmp_path):
+    """As workers of a dataloader would, for some seconds after their parent was killed."""
+    ledger = filled(tmp_path, 1)
+    go_on, stop = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        os.close(stop)
+        os.read(go_on, 1)
+        os._exit(0)
+    try:
+        time.sleep(0.05)
+        ledger.close()
+        assert PrivacyLedger.open(tmp_path, PLAN, resume=True).charged == 1
+    finally:
+        os.close(stop)
+        os.waitpid(worker, 0)
+
+
+def test_a_writer_past_the_lock_is_noticed(tmp_path):
+    ledger = filled(tmp_path, 1)
+    with open(tmp_path / PrivacyLedger.FILENAME, "ab") as file:
+        file.write(b"{}\n")
     with pytest.raises(LedgerError, match="another process"):
-        first.charge(1)
-    assert second.charge(2) == 3
+        ledger.charge(1)
 
 
 def test_closed_ledger_charges_nothing(tmp_path):
@@ -226,7 +280,8 @@ def test_runs_in_one_directory_are_kept_apart(tmp_path):
     summary = PrivacyLedger.read(tmp_path)
     assert [run.charged for run in summary.runs] == [3, 2]
     assert [run.plan for run in summary.runs] == [PLAN, other]
-    assert (summary.charged, summary.total_charged, summary.plan) == (2, 5, other)
+    assert (summary.charged, summary.plan) == (2, other)
+    ledger.close()
     assert PrivacyLedger.open(tmp_path, other, resume=True).charged == 2
 
 
@@ -302,13 +357,14 @@ def test_every_edit_is_found(tmp_path, how):
         PrivacyLedger.open(tmp_path, PLAN, resume=True)
 
 
-def test_checkpoint_witness(tmp_path):
+def test_checkpoint_witness(tmp_path, monkeypatch):
     ledger = filled(tmp_path, 3)
     witness = ledger.charged, ledger.head
     ledger.charge(3)
     ledger.close()
     resumed = PrivacyLedger.open(tmp_path, PLAN, resume=True)
     resumed.verify_contains(*witness)
+    resumed.close()
     with pytest.raises(LedgerError, match=r"expected 2 charged steps .* got 3"):
         resumed.verify_contains(2, witness[1])
     with pytest.raises(LedgerError, match="lines were removed"):
@@ -318,6 +374,7 @@ def test_checkpoint_witness(tmp_path):
     path = tmp_path / PrivacyLedger.FILENAME
     path.write_bytes(b"".join(lines_of(tmp_path)[:3]))
     assert PrivacyLedger.read(tmp_path).charged == 2
+    without_registry(monkeypatch, tmp_path)
     with pytest.raises(LedgerError, match=r"after 3 charged steps.*2 charged"):
         PrivacyLedger.open(tmp_path, PLAN, resume=True).verify_contains(*witness)
 
@@ -329,3 +386,74 @@ def test_a_witness_of_an_earlier_run_does_not_count(tmp_path):
     second = filled(tmp_path, 5)
     with pytest.raises(LedgerError, match="another run"):
         second.verify_contains(*witness)
+
+
+# --- copies, and ledgers put back -----------------------------------------------------------------------------------
+
+
+def test_a_ledger_that_was_put_back_is_refused(tmp_path):
+    """Copied aside, trained on, copied back, resumed."""
+    path = tmp_path / PrivacyLedger.FILENAME
+    ledger = filled(tmp_path, 3)
+    aside = path.read_bytes()
+    ledger.charge(3)
+    ledger.close()
+    path.write_bytes(aside)
+    for resume in (True, False):
+        with pytest.raises(LedgerError, match="after 4 charged steps"):
+            PrivacyLedger.open(tmp_path, PLAN, resume=resume)
+    assert PrivacyLedger.read(tmp_path).charged == 3
+
+
+def test_a_copy_may_go_on_until_the_run_does(tmp_path):
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    filled(first, 3).close()
+    shutil.copytree(first, copy)
+    moved = PrivacyLedger.open(copy, PLAN, resume=True)
+    with pytest.raises(LedgerError, match="in use"):
+        PrivacyLedger.open(first, PLAN, resume=True)
+    assert moved.charge(3) == 4
+    moved.close()
+    with pytest.raises(LedgerError, match="this is a copy"):
+        PrivacyLedger.open(first, PLAN, resume=True)
+    assert PrivacyLedger.open(copy, PLAN, resume=True).charge(4) == 5
+
+
+def test_runs_under_one_plan_have_no_line_in_common(tmp_path):
+    ledgers = [filled(tmp_path / name, 2) for name in "ab"]
+    assert ledgers[0].head != ledgers[1].head
+    assert ledgers[0].run_id != ledgers[1].run_id
+
+
+def test_what_the_registry_holds_is_for_its_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "registry"))
+    ledger = filled(tmp_path, 2)
+    (kept,) = [path for path in (tmp_path / "registry").rglob("*") if path.is_file()]
+    assert kept.name == ledger.run_id
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert kept.read_text().split() == ["000000000002", ledger.head]
+
+
+def test_a_registry_that_cannot_be_written_stops_nobody(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "file"))
+    filled(tmp_path, 2).close()
+    assert PrivacyLedger.open(tmp_path, PLAN, resume=True).charge(2) == 3
+
+
+def test_the_name_of_a_run_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "registry"))
+    monkeypatch.setattr("hf_dcsgd.privacy.ledger.secrets.token_hex", lambda length: "../../evil")
+    filled(tmp_path, 1).close()
+    assert not list(tmp_path.rglob("evil"))
+    assert PrivacyLedger.open(tmp_path, PLAN, resume=True).charged == 1
+
+
+def test_earlier_spending_is_in_the_header(tmp_path):
+    earlier = {"runs": [{"noise_multiplier": 1.0}], "dismissed": None}
+    PrivacyLedger.open(tmp_path, PLAN, resume=False, earlier=earlier).close()
+    assert PrivacyLedger.read(tmp_path).runs[-1].earlier == earlier
+    path = tmp_path / PrivacyLedger.FILENAME
+    path.write_bytes(path.read_bytes().replace(b"1.0", b"9.0"))
+    with pytest.raises(LedgerError, match="changed"):
+        PrivacyLedger.read(tmp_path)

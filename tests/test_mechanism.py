@@ -338,6 +338,7 @@ def test_steps_lost_in_a_crash_stay_charged(tmp_path):
     checkpoint = json.loads(json.dumps(first.state_dict()))
     for _ in range(3):
         first.release(torch.zeros(6))
+    first.close()
 
     second = start(resume=True)
     second.load_state_dict(checkpoint)
@@ -474,6 +475,7 @@ def test_every_rank_stops_at_the_same_step(tmp_path):
     checkpoint = crashed.state_dict()
     for _ in range(3):
         crashed.release(torch.zeros(6))
+    crashed.close()
 
     def work(rank, all_reduce):
         ledger = PrivacyLedger.open(tmp_path, plan.privacy_dict(), resume=True) if rank == 0 else None

@@ -15,7 +15,7 @@ from simulated_runs import simulate
 from tiny_tasks import accuracy, feature_trainer, text_trainer, tiny_bert
 
 from hf_dcsgd.clipping import STRATEGIES
-from hf_dcsgd.reporting import model_card, report
+from hf_dcsgd.reporting import model_card, report, snippets
 from hf_dcsgd.reporting.model_card import CardFacts, render_card
 
 REPORT: dict[str, Any] = {
@@ -57,6 +57,7 @@ REPORT: dict[str, Any] = {
     "clipping": {"strategy": "dc_sgd_e", "settings": {"clip_threshold": 1.0, "histogram_bins": 20}},
     "layout": {"world_size": 2, "gradient_accumulation_steps": 4},
     "model": {"num_parameters": 7680002, "trainable_layers": "last_encoder_pooler_classifier"},
+    "earlier_spending": None,
     "earlier_runs": {"runs": [], "composed_epsilon": 9.12345, "composed_delta": 9.547e-06},
     "software": {"python": "3.11.7", "torch": "2.13.0"},
     "trajectory": {},
@@ -255,6 +256,33 @@ def test_an_earlier_run_without_a_guarantee_is_not_composed():
     assert "an unbounded ε" in render_card({**REPORT, "earlier_runs": earlier}, FACTS)
 
 
+RUN = {"clipping": "fixed", "charged": 40, "epsilon": 1.23456, "delta": 1e-05, "accountant": "rdp", "opt_outs": []}
+
+
+def test_a_card_tells_of_what_the_weights_had_spent_before():
+    counted = {"runs": [RUN, {**RUN, "charged": 2}], "dismissed": None}
+    card = render_card({**REPORT, "earlier_spending": counted}, FACTS)
+    metadata = yaml.safe_load(card.split("---")[1])["privacy"]
+    assert metadata["earlier_spending"] == "counted"
+    assert metadata["epsilon"] == 8.0
+    assert "epsilon_pld" not in metadata  # of this run alone
+    assert "fixed, 40 steps (ε = 1.235 at δ = 1e-05); \nfixed, 2 steps" in card
+    assert "| ε (RDP accountant), this run alone | 8 |" in card
+    dismissed = {"runs": [RUN], "dismissed": "other_data"}
+    card = render_card({**REPORT, "earlier_spending": dismissed}, FACTS)
+    assert "(`earlier_spending=other_data`)" in card
+    assert yaml.safe_load(card.split("---")[1])["privacy"]["earlier_spending"] == "other_data"
+
+
+def test_names_of_earlier_runs_are_escaped():
+    """They come from the configuration of a model that anybody may have written."""
+    evil = {**RUN, "clipping": "</p><script>\n# evil", "opt_outs": ["[x](javascript:y)"]}
+    card = render_card({**REPORT, "earlier_spending": {"runs": [evil], "dismissed": None}}, FACTS)
+    assert "<script>" not in card
+    assert "\n# evil" not in card
+    assert "[x](" not in card
+
+
 # --- what a trainer knows --------------------------------------------------------------------------------------------
 
 
@@ -328,7 +356,7 @@ def test_there_is_no_card_without_a_run(tmp_path: Path):
 
 
 def test_usage_of_an_adapter_names_its_base():
-    text = model_card.usage(tiny_bert(), "someone/lora", "bert-base-uncased", adapter=True)
+    text = snippets.usage(tiny_bert(), "someone/lora", "bert-base-uncased", adapter=True)
     assert 'BertForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=3)' in text
     assert "AutoTokenizer" not in text
     assert 'PeftModel.from_pretrained(base, "someone/lora")' in text
@@ -341,14 +369,14 @@ def test_code_that_makes_the_model_again_runs(tmp_path: Path):
         task_type="SEQ_CLS", r=2, lora_alpha=4, target_modules=["query", "value"], use_dora=True, bias="lora_only"
     )
     adapted = peft.get_peft_model(base, config)
-    code = model_card.model_code(base, str(tmp_path / "base"), adapted.peft_config["default"])
+    code = snippets.model_code(base, str(tmp_path / "base"), adapted.peft_config["default"])
     made: dict[str, Any] = {}
     exec(code, made)
     assert {n: p.shape for n, p in made["model"].named_parameters()} == {
         n: p.shape for n, p in adapted.named_parameters()
     }
     adapted.save_pretrained(tmp_path / "adapter")
-    exec(model_card.usage(base, str(tmp_path / "adapter"), str(tmp_path / "base"), adapter=True), made)
+    exec(snippets.usage(base, str(tmp_path / "adapter"), str(tmp_path / "base"), adapter=True), made)
     assert made["model"].peft_config["default"].r == 2
 
 

@@ -23,8 +23,14 @@ from hf_dcsgd.cli import main
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.reporting import report
+from hf_dcsgd.reporting.format import parameter_groups, rounded_up
+from hf_dcsgd.reporting.run_record import read_trace
 
 STRATEGIES_WITH_HISTOGRAM = ("dc_sgd_e", "dc_sgd_p")
+
+
+def write(run_dir: Path) -> Path:
+    return report.write_report(report.build_report(run_dir), read_trace(run_dir), run_dir)
 
 
 def rdp_epsilon(runs: list[tuple[float, float, int]], delta: float) -> float:
@@ -120,7 +126,7 @@ def test_trace_follows_the_steps_that_led_to_the_last_one(tmp_path_factory, resu
     if torn:
         with (folder / "privacy_trace.jsonl").open("a") as trace:
             trace.write('{"step": 1')
-    assert [(line["step"], line["clip_threshold"]) for line in report.read_trace(folder)] == kept
+    assert [(line["step"], line["clip_threshold"]) for line in read_trace(folder)] == kept
 
 
 def test_earlier_runs_are_named_and_composed(tmp_path: Path):
@@ -128,8 +134,8 @@ def test_earlier_runs_are_named_and_composed(tmp_path: Path):
     simulate(tmp_path, clipping="du", take=0)  # nothing was charged: nothing to tell
     simulate(tmp_path)
     earlier = report.build_report(tmp_path)["earlier_runs"]
-    said = report.spent_in_words(report.build_report(tmp_path))
-    assert f"same data: ε = {report.rounded_up(earlier['composed_epsilon'])} at" in said
+    said = report.format_spending(report.build_report(tmp_path))
+    assert f"same data: ε = {rounded_up(earlier['composed_epsilon'])} at" in said
     # Never less than what was spent.
     assert float(said.rsplit("ε = ")[-1].split()[0]) >= earlier["composed_epsilon"]
     assert [(run["clipping"], run["charged"]) for run in earlier["runs"]] == [("fixed", 5)]
@@ -149,22 +155,29 @@ def test_a_hyperparameter_search_is_told_of(tmp_path: Path):
     note = report.build_report(tmp_path / "run-0")["notes"][-1]
     assert "3 trials on the same data cost ε = 3.142 at δ = 0.01563" in note
     (tmp_path / "hyperparameter_search_cost.json").write_text(json.dumps({**cost, "opt_outs": ["raw_train_loss"]}))
-    page = report.write_report(tmp_path / "run-0").read_text()
+    page = write(tmp_path / "run-0").read_text()
     assert "an unbounded ε, because of raw_train_loss" in page
     assert "/somewhere" not in page
 
 
 @given(st.floats(1e-12, 1e12), st.integers(2, 6))
 def test_bounds_are_rounded_up(value: float, digits: int):
-    shown = float(report.rounded_up(value, digits))
+    shown = float(rounded_up(value, digits))
     assert value * (1 - 1e-9) <= shown <= value * (1 + 10.0 ** (1 - digits)) + 1e-300
 
 
+@given(st.floats(1e-9, 1e6))
+def test_bounds_with_fixed_decimals_are_rounded_up(value: float):
+    shown = rounded_up(value, decimals=6)
+    assert value <= float(shown) <= value + 1.01e-6
+    assert len(shown.split(".")[1]) == 6
+
+
 def test_bounds_at_the_edges():
-    assert report.rounded_up(7.999999999) == "8"
-    assert report.rounded_up(6.5161) == "6.517"
-    assert report.rounded_up(0.0) == "0"
-    assert report.rounded_up(None) == report.rounded_up(math.inf) == "∞"
+    assert rounded_up(7.999999999) == "8"
+    assert rounded_up(6.5161) == "6.517"
+    assert rounded_up(0.0) == "0"
+    assert rounded_up(None) == rounded_up(math.inf) == "∞"
 
 
 # --- no guarantee ----------------------------------------------------------------------------------------------------
@@ -180,7 +193,7 @@ def test_bounds_at_the_edges():
 )
 def test_an_opt_out_leaves_no_guarantee(tmp_path: Path, name: str, changes: dict):
     simulate(tmp_path, clipping="fixed", **changes)
-    page = report.write_report(tmp_path).read_text()
+    page = write(tmp_path).read_text()
     written = (tmp_path / "privacy_report.json").read_text()
     found = json.loads(written, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
     assert not found["guarantee"]["holds"]
@@ -205,7 +218,7 @@ def test_without_its_record_the_ledger_still_speaks(tmp_path: Path):
     assert found["model"]["num_parameters"] == 83
     assert found["model"]["class"] is None
     assert found["clipping"]["settings"] == dict(plan.settings)
-    assert "None" not in PageReader(report.write_report(tmp_path).read_text()).text
+    assert "None" not in PageReader(write(tmp_path).read_text()).text
 
 
 def test_a_record_of_another_run_is_not_believed(tmp_path: Path):
@@ -238,7 +251,7 @@ def test_missing_matplotlib_costs_the_page_only(tmp_path: Path, monkeypatch, cap
     monkeypatch.setattr("hf_dcsgd.reporting.plots", None, raising=False)
     monkeypatch.delattr("hf_dcsgd.reporting.plots")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert report.write_report(tmp_path) == tmp_path / "privacy_report.json"
+    assert write(tmp_path) == tmp_path / "privacy_report.json"
     assert "pip install 'hf-dcsgd[report]'" in caplog.text
     assert not (tmp_path / "privacy_report.html").exists()
 
@@ -276,7 +289,7 @@ class PageReader(HTMLParser):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_page_of_every_strategy(tmp_path: Path, strategy: str):
     simulate(tmp_path, clipping=strategy)
-    page = report.write_report(tmp_path).read_text()
+    page = write(tmp_path).read_text()
     read = PageReader(page)
     with_histogram = strategy in STRATEGIES_WITH_HISTOGRAM
     assert len(read.images) == {True: 3, False: 1 if strategy == "auto_clip" else 2}[with_histogram]
@@ -296,7 +309,7 @@ def test_text_is_escaped(tmp_path: Path):
     model = feature_classifier()
     model.add_module("<b>head</b>", torch.nn.Linear(1, 1))
     simulate(tmp_path, trainable_layers=evil, model=model)
-    page = report.write_report(tmp_path).read_text()
+    page = write(tmp_path).read_text()
     assert evil not in page
     assert evil in PageReader(page).text
     assert not PageReader(page).tags & {"script"}
@@ -305,7 +318,7 @@ def test_text_is_escaped(tmp_path: Path):
 
 def test_a_run_that_released_nothing_has_a_page(tmp_path: Path):
     simulate(tmp_path, take=0)
-    page = report.write_report(tmp_path).read_text()
+    page = write(tmp_path).read_text()
     assert "ε = 0," in page
     assert "interrupted, or still running" in page
 
@@ -376,15 +389,20 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         "hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: pytest.fail("written elsewhere")
     )
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
-    monkeypatch.setattr("transformers.Trainer.train", lambda self, *args, **kwargs: self._record_run(tmp_path))
+    mechanism, nothing = trainer.mechanism, {"trainable_layers": None, "rules": {}, "slow_parameters": []}
+    monkeypatch.setattr(
+        "transformers.Trainer.train", lambda self, *args: self._record_run(tmp_path, mechanism, **nothing)
+    )
     trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
     trainer.create_model_card()
+    assert not (tmp_path / "saved" / "privacy_spent.json").exists()
     assert not (tmp_path / "privacy_run.json").exists()
     assert not (tmp_path / "README.md").exists()
 
 
 def test_a_report_that_fails_does_not_fail_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    def broken(run_dir):
+    def broken(*args):
         raise OSError("the disk is full")
 
     monkeypatch.setattr("hf_dcsgd.reporting.report.write_report", broken)
@@ -400,5 +418,5 @@ def test_parameters_are_grouped_by_block():
         "bert.pooler.dense.weight": 8,
         "scale": 16,
     }
-    names = {group["name"]: group["parameters"] for group in report.parameter_groups(sizes)}
+    names = {group["name"]: group["parameters"] for group in parameter_groups(sizes)}
     assert names == {"bert.encoder.layer.3": 3, "classifier.modules_to_save": 4, "bert.pooler": 8, "scale": 16}

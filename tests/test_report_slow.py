@@ -16,7 +16,8 @@ from matplotlib.image import imread
 from simulated_runs import simulate, without_fsync
 
 from hf_dcsgd.clipping import STRATEGIES
-from hf_dcsgd.reporting.report import write_report
+from hf_dcsgd.reporting.report import build_report, write_report
+from hf_dcsgd.reporting.run_record import read_trace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -64,7 +65,7 @@ def page(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         simulate(tmp_path, opt_outs=("raw_train_loss",), unsafe_noise_seed=1, take=60, **settings)
     else:
         simulate(tmp_path, clipping=request.param, **settings)
-    return write_report(tmp_path)
+    return write_report(build_report(tmp_path), read_trace(tmp_path), tmp_path)
 
 
 def browse(page: Path, folder: Path, *options: str, port: int | None = None) -> str:

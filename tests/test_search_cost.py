@@ -5,12 +5,16 @@ import math
 from pathlib import Path
 
 import dp_accounting
+import optuna
 import pytest
 from dp_accounting import pld, rdp
+from simulated_runs import plan_of
+from tiny_tasks import BATCH, SIGMA, N, feature_classifier, feature_trainer
 
+from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
 from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.runs.search_cost import COST_FILENAME, search_cost
+from hf_dcsgd.runs.search_cost import COST_FILENAME, SearchCost, search_cost
 
 DELTA = 1e-4
 RUNS = [AccountedRun(1.0, 0.02, 100), AccountedRun(0.8, 0.01, 250), AccountedRun(2.5, 1.0, 3)]
@@ -85,3 +89,41 @@ def test_the_cost_of_a_search_is_that_of_what_was_charged(tmp_path: Path) -> Non
     assert written["epsilon"] == cost.epsilon
     assert [trial["directory"] for trial in written["trials"]] == ["run-0", "run-1"]
     assert (tmp_path / COST_FILENAME).exists()
+
+
+def charged(plan: PrivacyPlan, steps: int) -> DPMechanism:
+    mechanism = DPMechanism(plan)
+    mechanism._charged = steps
+    return mechanism
+
+
+def test_a_second_search_adds_to_the_first(tmp_path: Path) -> None:
+    plan, seeded = plan_of(target_delta=1e-3), plan_of(noise_multiplier=2.0, target_delta=1e-2, unsafe_noise_seed=1)
+    assert SearchCost.read(tmp_path) is None
+    first = search_cost([("run-0", charged(seeded, 3))])
+    first.write(tmp_path)
+    assert SearchCost.read(tmp_path) == first
+    both = search_cost([("run-0", charged(plan, 5))], SearchCost.read(tmp_path))
+    assert [trial.charged_steps for trial in both.trials] == [3, 5]
+    assert both.delta == 1e-3
+    assert both.epsilon == composed_epsilon([AccountedRun(2.0, 0.25, 3), AccountedRun(1.0, 0.25, 5)], 1e-3)
+    assert both.opt_outs == ("unsafe_noise_seed",)
+    assert search_cost([("run-1", charged(plan, 1))], both).delta == 1e-3
+
+
+def test_two_searches_of_one_trainer_and_a_third_of_another(tmp_path: Path, no_report_page: None) -> None:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+    def search(trainer: DCSGDTrainer, trials: int) -> SearchCost:
+        trainer.hyperparameter_search(hp_space=lambda trial: {}, n_trials=trials, backend="optuna")
+        assert trainer.search_cost is not None
+        return trainer.search_cost
+
+    options = {"model_init": lambda: feature_classifier()}
+    trainer = feature_trainer(tmp_path, trainer_options=options, eval_strategy="epoch")
+    first, second = search(trainer, 1), search(trainer, 2)
+    assert [len(cost.trials) for cost in (first, second)] == [1, 3]
+    third = search(feature_trainer(tmp_path, trainer_options=options, eval_strategy="epoch"), 1)
+    assert first.epsilon < second.epsilon < third.epsilon
+    assert third.epsilon == pytest.approx(composed_epsilon([AccountedRun(SIGMA, BATCH / N, 4)] * 4, 1 / N))
+    assert SearchCost.read(tmp_path) == third

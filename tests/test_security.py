@@ -20,7 +20,9 @@ from tiny_tasks import feature_classifier, feature_trainer
 import hf_dcsgd
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.reporting import report
-from hf_dcsgd.reporting.model_card import CardFacts, render_card, usage
+from hf_dcsgd.reporting.model_card import CardFacts, render_card
+from hf_dcsgd.reporting.run_record import read_trace
+from hf_dcsgd.reporting.snippets import usage
 from hf_dcsgd.runs.checkpoints import is_complete
 
 PACKAGE = Path(hf_dcsgd.__file__).parent
@@ -141,7 +143,7 @@ def test_a_pickle_in_place_of_a_file_is_never_run(finished: Path, tmp_path: Path
     except Exception as error:  # what kind it is, other tests tell; here it only must not have run
         print(type(error).__name__, error)
     is_complete(folder / "checkpoint-2")
-    for read in (PrivacyLedger.read, report.build_report, report.write_report, report.read_trace):
+    for read in (PrivacyLedger.read, report.build_report, report.try_to_write_report, read_trace):
         try:
             read(folder)
         except (LedgerError, ValueError) as error:
@@ -173,7 +175,7 @@ def test_the_page_escapes_every_string_of_the_report(tmp_path: Path) -> None:
     from hf_dcsgd.reporting.page import render_page
 
     simulate(tmp_path)
-    honest, trace = report.build_report(tmp_path), report.read_trace(tmp_path)
+    honest, trace = report.build_report(tmp_path), read_trace(tmp_path)
     expected = Tags(render_page(honest, trace))
     attacked = 0
     for section, key in [(s, k) for s, part in honest.items() if isinstance(part, dict) for k in part]:
@@ -192,7 +194,9 @@ def test_the_names_of_modules_are_escaped(tmp_path: Path) -> None:
     model = feature_classifier()
     model.add_module("<img src=x onerror=alert(1)>", torch.nn.Linear(1, 1))
     simulate(tmp_path, model=model, trainable_layers=EVIL)
-    page = report.write_report(tmp_path).read_text(encoding="utf-8")
+    page = report.write_report(report.build_report(tmp_path), read_trace(tmp_path), tmp_path).read_text(
+        encoding="utf-8"
+    )
     assert "script" not in Tags(page).tags
     assert "onerror" not in Tags(page).attributes
 

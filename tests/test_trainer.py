@@ -384,7 +384,7 @@ def test_training_the_same_model_again_is_refused(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(BudgetExhausted, match="trained for 4 charged steps already"):
         trainer.train()
-    assert PrivacyLedger.read(tmp_path).total_charged == 4
+    assert [run.charged for run in PrivacyLedger.read(tmp_path).runs] == [4]
 
 
 def test_model_init_starts_over_and_both_runs_stay_in_the_ledger(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from hf_dcsgd.cli.shared import (
     add_subcommand,
     add_training_arguments,
     note_default_delta,
-    rounded_up,
     training_figures,
 )
+from hf_dcsgd.reporting.format import rounded_up
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -126,5 +126,6 @@ def _calibrate_table(arguments: argparse.Namespace, result: dict[str, Any]) -> s
         f"{'':50}" + "".join(f"{column['accountant']:>12}" for column in columns),
     ]
     for key, meaning in rows:
-        lines.append(f"{key:28}{meaning:22}" + "".join(f"{rounded_up(column[key]):>12}" for column in columns))
+        figures = ("-" if column[key] is None else rounded_up(column[key], decimals=6) for column in columns)
+        lines.append(f"{key:28}{meaning:22}" + "".join(f"{figure:>12}" for figure in figures))
     return "\n".join(lines)

@@ -21,8 +21,8 @@ from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.cli.step_cost import measure_step
 from hf_dcsgd.data.synthetic import synthetic_like
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
+from hf_dcsgd.reporting.format import parameter_groups
 from hf_dcsgd.reporting.model_card import task_of
-from hf_dcsgd.reporting.report import parameter_groups
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import loss_kind

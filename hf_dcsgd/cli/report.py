@@ -22,11 +22,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.privacy.ledger import LedgerError
-    from hf_dcsgd.reporting.report import build_report, spent_in_words, write_report
+    from hf_dcsgd.reporting.report import build_report, format_spending, write_report
+    from hf_dcsgd.reporting.run_record import read_trace
 
     try:
         report = build_report(arguments.output_dir)
-        path = None if arguments.json else write_report(arguments.output_dir)
+        path = None
+        if not arguments.json:
+            path = write_report(report, read_trace(arguments.output_dir), arguments.output_dir)
     except (LedgerError, OSError) as error:
         raise ValueError(str(error)) from error
     if arguments.json:
@@ -34,6 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(report["guarantee"]["sentence"])
     if report["earlier_runs"]:
-        print(spent_in_words(report))
+        print(format_spending(report))
     print(path)
     return 0

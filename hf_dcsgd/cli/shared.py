@@ -1,7 +1,6 @@
 """Arguments and figures that several subcommands share."""
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -67,8 +66,3 @@ def note_default_delta(arguments: argparse.Namespace) -> None:
     if arguments.delta is None:
         shown = f"1/N = {1 / arguments.dataset_size:.4g}"
         print(f"note: delta is {shown} by default; a smaller one is better practice", file=sys.stderr)
-
-
-def rounded_up(value: float | None) -> str:
-    """Six decimals, never less than the value: a σ copied from the screen must not spend more than its budget."""
-    return "-" if value is None else f"{math.ceil(value * 1e6) / 1e6:.6f}"

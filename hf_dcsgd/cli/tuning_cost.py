@@ -11,9 +11,9 @@ from hf_dcsgd.cli.shared import (
     add_subcommand,
     add_training_arguments,
     note_default_delta,
-    rounded_up,
     training_figures,
 )
+from hf_dcsgd.reporting.format import rounded_up
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -66,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"(ε = {arguments.epsilon:g}, δ = {delta:.4g})-DP in total for {arguments.runs} runs of {steps} steps")
     print(f"\n{'method':26}{'σ of a run':>12}{'ε of a run':>12}{'at δ':>12}")
     for cost in costs:
-        figures = f"{rounded_up(cost.noise_multiplier):>12}"
+        figures = f"{'-':>12}"
         if cost.noise_multiplier is not None:
+            figures = f"{rounded_up(cost.noise_multiplier, decimals=6):>12}"
             figures += f"{cost.per_run_epsilon:12.4f}{cost.per_run_delta:12.3g}"
         print(f"{cost.method:26}{figures}\n  {cost.note}")
     met = [cost for cost in costs if cost.noise_multiplier is not None]

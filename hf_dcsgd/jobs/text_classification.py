@@ -21,7 +21,7 @@ from hf_dcsgd.jobs.errors import UserError, exit_code_of, explained, needs_extra
 from hf_dcsgd.jobs.glue import Task
 from hf_dcsgd.jobs.text_data import TextData, load_text_data, tokenized
 from hf_dcsgd.privacy.ledger import PrivacyLedger
-from hf_dcsgd.reporting.report import spent_in_words
+from hf_dcsgd.reporting.report import format_spending
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 from hf_dcsgd.trainer import DCSGDTrainer
@@ -288,4 +288,4 @@ def publish(trainer: Trainer, model_args: ModelArguments, task: Task) -> None:
         facts |= of_glue | {"dataset": f"GLUE {task.name.upper()}"}
     (trainer.push_to_hub if trainer.args.push_to_hub else trainer.create_model_card)(**facts)
     if isinstance(trainer, DCSGDTrainer) and trainer.plan is not None and trainer.is_world_process_zero():
-        print(spent_in_words(trainer.privacy_report()))
+        print(format_spending(trainer.privacy_report()))

@@ -1,20 +1,23 @@
 """Write-ahead ledger: every step is charged, durably, before anything of it is released.
 
-Guarantee. When :meth:`PrivacyLedger.charge` returns, the charge has reached the disk; a release follows it, never
-precedes it. So after a crash at any point the ledger holds at least as many charges as there were releases. A step
-that is replayed after a crash is charged again: the first try may have been released.
+Guarantee. When `PrivacyLedger.charge` returns, the charge has reached the disk; a release follows it, never precedes
+it. So after a crash at any point the ledger holds at least as many charges as there were releases. A step that is
+replayed after a crash is charged again: the first try may have been released.
 
-The file ``privacy_ledger.jsonl`` in the output directory holds one JSON object per line, each with a SHA-256 hash over
+The file `privacy_ledger.jsonl` in the output directory holds one JSON object per line, each with a SHA-256 hash over
 itself and the hash of the line before, so that a changed, inserted or removed line is found. Removed lines at the end
-are found by the witness that checkpoints carry (:meth:`PrivacyLedger.verify_contains`).
+are found by two witnesses: the line that a checkpoint saw (`PrivacyLedger.verify_contains`), and the last line of each
+run as this user's registry remembers it (`registry.py`).
 
-| edge case | behaviour |
+| edge case | behavior |
 |---|---|
-| a line torn by a crash | one charge to the run before it; the file goes on, and a ``torn`` line vouches for it |
-| a line changed, inserted or removed | ``LedgerError`` that names the line |
-| another process writes to the same file | ``LedgerError`` at the next charge |
+| a line torn by a crash | one charge to the run before it; the file goes on, and a `torn` line vouches for it |
+| a line changed, inserted or removed | `LedgerError` that names the line |
+| a second run opens the file while one has it open | `LedgerError`; the lock ends with the process that holds it |
+| another process writes to the file past the lock | `LedgerError` at the next charge |
+| a copy, or put back to an earlier state, after the run went on | `LedgerError` (same user, same machine) |
 | disk full or a failed write | the error is raised before the release, and this object charges nothing more |
-| resumed under another plan | ``LedgerError`` with each differing key and both values |
+| resumed under another plan | `LedgerError` with each differing key and both values |
 
 This module imports nothing heavy: it must be usable to inspect a ledger without torch.
 """
@@ -25,23 +28,33 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
+import sys
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hf_dcsgd.privacy.registry import LedgerWitness, hold, last_known_line
+
 _GENESIS = hashlib.sha256(b"hf_dcsgd privacy ledger").hexdigest()
 
 
 class LedgerError(RuntimeError):
-    """The ledger is missing, was changed, or does not belong to this run."""
+    """The ledger is missing, in use, was changed, or does not belong to this run."""
 
 
 @dataclass
 class LedgerRun:
-    """One run in the ledger: its plan, and the steps charged to it (torn lines included)."""
+    """One run in the ledger: its plan, and the steps charged to it (torn lines included).
+
+    `earlier` is what its header says of earlier spending (see `runs/spending.py`).
+    """
 
     plan: dict[str, Any]
+    run_id: str | None = None
+    earlier: dict[str, Any] | None = None
     charged: int = 0
     torn_lines: int = 0
     # Hash of each line of this run → steps charged up to and including it.
@@ -65,49 +78,78 @@ class LedgerSummary:
         return self.runs[-1].charged
 
     @property
-    def total_charged(self) -> int:
-        """Steps charged to all runs in this directory."""
-        return sum(run.charged for run in self.runs)
-
-    @property
     def torn_lines(self) -> int:
         return sum(run.torn_lines for run in self.runs)
 
 
 class PrivacyLedger:
-    """Charges the steps of one run. Make it with :meth:`open`."""
+    """Charges the steps of one run. Make it with `open`; the file is locked until `close`."""
 
     FILENAME: ClassVar[str] = "privacy_ledger.jsonl"
 
-    def __init__(self, path: Path, replay: _Replay) -> None:
+    def __init__(self, path: Path, file: int, replay: _Replay, witness: LedgerWitness) -> None:
         self._path = path
+        self._file = file
+        self._witness = witness
         self._head = replay.head
         self._size = replay.size
         self._separator = "" if replay.ends_with_newline else "\n"
         self._runs = replay.runs
         self._usable = True
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        _open_ledgers.add(self)
 
     @classmethod
-    def open(cls, output_dir: str | os.PathLike[str], plan_dict: Mapping[str, Any], *, resume: bool) -> PrivacyLedger:
-        """Start a new run in ``output_dir`` (earlier runs' lines stay), or continue the last run, same plan."""
+    def open(
+        cls,
+        output_dir: str | os.PathLike[str],
+        plan_dict: Mapping[str, Any],
+        *,
+        resume: bool,
+        earlier: dict[str, Any] | None = None,
+    ) -> PrivacyLedger:
+        """Start a new run in `output_dir` (earlier runs' lines stay), or continue the last run under the same plan.
+
+        `earlier` goes into the header of a new run: what the weights had spent before it.
+        """
         plan = json.loads(json.dumps(dict(plan_dict)))
         path = Path(output_dir) / cls.FILENAME
         exists = path.exists()
-        replay = _Replay(path.read_bytes() if exists else b"")
-        if resume:
-            if not replay.runs:
-                raise LedgerError(f"expected a run to resume in {path}, found none: steps spent so far are unknown")
-            _require_same_plan(replay.runs[-1].plan, plan)
+        nothing = f"expected a run to resume in {path}, found none: steps spent so far are unknown"
+        if resume and not exists:
+            raise LedgerError(nothing)
         path.parent.mkdir(parents=True, exist_ok=True)
-        ledger = cls(path, replay)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            hold(file)
+            replay = _Replay(path.read_bytes())
+            for run in replay.runs:
+                _require_witnessed(run, path)
+            if resume:
+                if not replay.runs:
+                    raise LedgerError(nothing)
+                differences = plan_differences(replay.runs[-1].plan, plan, "the ledger")
+                if differences:
+                    raise LedgerError(f"the run cannot be resumed under other settings: {differences}")
+            # The random id makes the lines of two runs under one plan differ, so that no witness fits both.
+            run = replay.runs[-1] if resume else LedgerRun(plan, secrets.token_hex(16), earlier)
+            witness = LedgerWitness(run.run_id)
+        except BaseException as error:
+            os.close(file)
+            if isinstance(error, BlockingIOError):
+                raise LedgerError(
+                    f"{path}, or a copy of it, is in use by another run, in this process or another: wait for it to "
+                    "end, or use another output_dir"
+                ) from None
+            raise
+        ledger = cls(path, file, replay, witness)
         if not exists:
             _sync_directory(path.parent)
         if replay.fragments:
             ledger._append({"kind": "torn", "lines": len(replay.fragments), "digest": replay.fragment_digest})
         if not resume:
-            ledger._runs.append(LedgerRun(plan))
-            ledger._append({"kind": "run", "plan": plan})
+            ledger._runs.append(run)
+            header = {"kind": "run", "plan": plan, "id": run.run_id}
+            ledger._append(header if earlier is None else {**header, "earlier": earlier})
         return ledger
 
     @property
@@ -116,8 +158,13 @@ class PrivacyLedger:
         return self._runs[-1].charged
 
     @property
+    def run_id(self) -> str | None:
+        """The random name of this run."""
+        return self._runs[-1].run_id
+
+    @property
     def head(self) -> str:
-        """Hash of the last line: with ``charged``, the witness to put into a checkpoint."""
+        """Hash of the last line: with `charged`, the witness to put into a checkpoint."""
         return self._head
 
     def charge(self, step: int) -> int:
@@ -126,7 +173,7 @@ class PrivacyLedger:
         return self.charged
 
     def verify_contains(self, charged: int, head: str) -> None:
-        """Raise :class:`LedgerError` unless this run's lines include the one that a checkpoint witnessed."""
+        """Raise `LedgerError` unless this run's lines include the one that a checkpoint witnessed."""
         found = self._runs[-1].charged_at.get(head)
         if found is None:
             raise LedgerError(
@@ -139,9 +186,10 @@ class PrivacyLedger:
             )
 
     def close(self) -> None:
-        """Give the file back; nothing can be charged any more."""
+        """Unlock the file and give it back; nothing can be charged any more."""
         if self._file >= 0:
             self._usable = False
+            self._witness.close()
             os.close(self._file)
             self._file = -1
 
@@ -154,7 +202,7 @@ class PrivacyLedger:
 
     @classmethod
     def read(cls, output_dir: str | os.PathLike[str]) -> LedgerSummary:
-        """Check the whole ledger of ``output_dir`` and sum it up; changes nothing."""
+        """Check the whole ledger of `output_dir` and sum it up; changes nothing."""
         path = Path(output_dir) / cls.FILENAME
         if not path.exists():
             raise LedgerError(f"expected a ledger at {path}, found none")
@@ -185,6 +233,20 @@ class PrivacyLedger:
         self._head = line["hash"]
         if self._runs:
             _apply(self._runs[-1], line)
+            self._witness.write(self.charged, self._head)
+
+
+# A forked worker keeps the files, and with them the lock, of a parent that dies: it gives back its copies at once.
+_open_ledgers: weakref.WeakSet[PrivacyLedger] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for ledger in list(_open_ledgers):
+        ledger.close()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_all)
 
 
 class _Replay:
@@ -229,7 +291,7 @@ class _Replay:
             self.fragments = []
         self.head = line["hash"]
         if line["kind"] == "run":
-            self.runs.append(LedgerRun(line["plan"]))
+            self.runs.append(LedgerRun(line["plan"], line.get("id"), line.get("earlier")))
         if self.runs:
             _apply(self.runs[-1], line)
 
@@ -249,7 +311,7 @@ def _chained(head: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """The object on a line, or ``None`` when the line is not one that was written whole."""
+    """The object on a line, or `None` when the line is not one that was written whole."""
     try:
         line = json.loads(raw)
     except ValueError:
@@ -257,14 +319,24 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and "hash" in line and "kind" in line else None
 
 
-def _require_same_plan(recorded: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-    differing = [
-        f"{key}: {recorded.get(key)!r} in the ledger, {plan.get(key)!r} now"
-        for key in sorted(recorded.keys() | plan.keys())
-        if recorded.get(key) != plan.get(key)
-    ]
-    if differing:
-        raise LedgerError("the run cannot be resumed under other settings: " + "; ".join(differing))
+def plan_differences(recorded: Mapping[str, Any], now: Mapping[str, Any], where: str) -> str:
+    """Name each setting that differs between the plan recorded `where` and the one now; empty when none does."""
+    return "; ".join(
+        f"{key}: {recorded.get(key)!r} in {where}, {now.get(key)!r} now"
+        for key in sorted(recorded.keys() | now.keys())
+        if recorded.get(key) != now.get(key)
+    )
+
+
+def _require_witnessed(run: LedgerRun, path: Path) -> None:
+    """Raise `LedgerError` when this run went on elsewhere, or further than this file says."""
+    known = last_known_line(run.run_id)
+    if known is not None and known[1] not in run.charged_at:
+        raise LedgerError(
+            f"expected {path} to hold the last line of its run, after {known[0]} charged steps, it is not there "
+            f"({run.charged} charged): this is a copy, or was put back to an earlier state, and more was spent than "
+            "it says. Go on in the directory that has the whole ledger, or start over in a new one"
+        )
 
 
 def _sync_directory(directory: Path) -> None:

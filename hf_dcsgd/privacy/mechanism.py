@@ -167,6 +167,11 @@ class DPMechanism:
         """Forget the logical batch under way; the caller must forget its clipped sum as well."""
         self._batch = _LogicalBatch()
 
+    def close(self) -> None:
+        """Unlock the ledger for another run; nothing more can be released."""
+        if self._ledger is not None:
+            self._ledger.close()
+
     def agree_on_charges(self, device: torch.device | str) -> None:
         """Give every rank the main process' count of charges, so that all stop at the same step.
 

@@ -1,4 +1,4 @@
-"""The model card: the guarantee in words and as metadata, the plan, the threshold's picture, how to reproduce it.
+"""Renders the model card: the guarantee in words and as metadata, the plan, the threshold, how to reproduce it.
 
 Guarantee. A card is rendered from a privacy report (`report.py`), from metrics of the last evaluation, and from
 arguments on a list of names that tell how a model was trained. So there is no way for a training example, a seed, the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.modelcard import TASK_MAPPING, TrainingSummary
 
-from hf_dcsgd.reporting.report import rounded_up, shown_number
+from hf_dcsgd.reporting.format import rounded_up, shown_number
+from hf_dcsgd.reporting.schema import PrivacyReport
+from hf_dcsgd.reporting.snippets import fenced, literal, model_code, plain_value, usage
 from hf_dcsgd.tasks.losses import unwrapped_model
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -64,7 +65,6 @@ _TRAINING_ARGUMENTS = (
 )
 _ALWAYS_SHOWN = ("per_device_train_batch_size", "learning_rate", "clipping")
 _WITHHELD = ("unsafe_noise_seed",)
-_MADE_BY_PEFT = ("peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
 _NO_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
@@ -90,14 +90,14 @@ class CardFacts:
     trajectory: str | None = None
 
 
-def render_card(report: Mapping[str, Any], facts: CardFacts) -> str:
-    """The card as Markdown with its YAML header."""
+def render_card(report: PrivacyReport, facts: CardFacts) -> str:
+    """Render the card as Markdown with its YAML header."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
         autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters.update(bound=rounded_up, number=shown_number, literal=_literal, text=_text, code=_code)
+    environment.filters.update(bound=rounded_up, number=shown_number, literal=literal, text=_text, code=fenced)
     template = environment.from_string(
         files("hf_dcsgd.reporting").joinpath("model_card.md").read_text(encoding="utf-8")
     )
@@ -106,13 +106,14 @@ def render_card(report: Mapping[str, Any], facts: CardFacts) -> str:
         facts=facts,
         metadata=card_metadata(report, facts).to_yaml(),
         strategy=_STRATEGY_NAMES[report["clipping"]["strategy"]],
+        alone=", this run alone" if report["earlier_spending"] else "",
         nominal="" if report["guarantee"]["holds"] else ", nominal, NOT a guarantee",
         paper=PAPER,
     )
 
 
-def card_metadata(report: Mapping[str, Any], facts: CardFacts) -> ModelCardData:
-    """The YAML header, with a `privacy` block. Under an opt-out it holds no ε that a machine could take for one."""
+def card_metadata(report: PrivacyReport, facts: CardFacts) -> ModelCardData:
+    """Make the YAML header, with a `privacy` block; under an opt-out it has no ε that a machine could take for one."""
     results = None
     if facts.task is not None and facts.metrics:
         results = [
@@ -141,20 +142,24 @@ def card_metadata(report: Mapping[str, Any], facts: CardFacts) -> ModelCardData:
     )
 
 
-def _privacy_block(report: Mapping[str, Any]) -> dict[str, Any]:
+def _privacy_block(report: PrivacyReport) -> dict[str, Any]:
     guarantee, budget, noise = report["guarantee"], report["budget"], report["noise"]
     names = [opt_out["name"] for opt_out in guarantee["opt_outs"]]
     if not guarantee["holds"]:
         return {"guarantee": "none", "opt_outs": names}
+    spending = report["earlier_spending"]
+    # The other accountant's ε is of this run alone: beside a total it would be taken for a better one.
+    others = {f"epsilon_{budget['other_accountant']}": _upper(budget["other_epsilon"])} if spending is None else {}
+    earlier = {} if spending is None else {"earlier_spending": spending["dismissed"] or "counted"}
     return {
         "guarantee": "differential-privacy",
-        "epsilon": float(rounded_up(guarantee["epsilon"])),
-        "delta": float(rounded_up(guarantee["delta"])),
+        "epsilon": _upper(guarantee["epsilon"]),
+        "delta": _upper(guarantee["delta"]),
         "unit": guarantee["unit"],
         "neighbouring": "add-remove",
         "sampling": guarantee["sampling"],
         "accountant": guarantee["accountant"],
-        f"epsilon_{budget['other_accountant']}": float(rounded_up(budget["other_epsilon"])),
+        **others,
         "noise_multiplier": noise["noise_multiplier"],
         "grad_noise_multiplier": noise["grad_noise_multiplier"],
         "sampling_rate": report["sampling"]["sampling_rate"],
@@ -162,14 +167,19 @@ def _privacy_block(report: Mapping[str, Any]) -> dict[str, Any]:
         "steps": report["steps"]["charged"],
         "clipping": report["clipping"]["strategy"],
         "opt_outs": names,
+        **earlier,
     }
+
+
+def _upper(value: float | None) -> float | None:
+    return None if value is None else float(rounded_up(value))
 
 
 # -- the facts of a trainer -------------------------------------------------------------------------------------------
 
 
 def card_facts(trainer: PublishingTrainer, *, repo_id: str | None = None, **given: Any) -> CardFacts:
-    """What a trainer knows. `given` are the arguments of transformers' `create_model_card`, which it would infer."""
+    """Collect what a trainer knows. `given` are arguments of `create_model_card`, which transformers would infer."""
     base = unwrapped_model(trainer.model)
     adapters: Any = getattr(trainer.model, "peft_config", None) or {}
     adapter = bool(adapters)
@@ -200,7 +210,7 @@ def card_facts(trainer: PublishingTrainer, *, repo_id: str | None = None, **give
 
 
 def task_of(class_name: str) -> str | None:
-    """The Hub's name for what a transformers class does, as transformers itself infers it."""
+    """Return the Hub's name for what a transformers class does, as transformers itself infers it."""
     mappings: Mapping[str, Any] = TASK_MAPPING
     for task, mapping in mappings.items():
         for names in mapping.values():
@@ -210,7 +220,7 @@ def task_of(class_name: str) -> str | None:
 
 
 def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of the last evaluation, without their prefix. Nothing that was computed from training data."""
+    """Return the metrics of the last evaluation, without their prefix: nothing computed from training data."""
     for entry in reversed(log_history):
         found = {
             name.removeprefix("eval_"): value
@@ -224,70 +234,19 @@ def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def training_arguments(args: DCSGDTrainingArguments) -> dict[str, Any]:
-    """The arguments that tell how to train such a model again, where they differ from their defaults."""
+    """Return the arguments that tell how to train such a model again, where they differ from their defaults."""
     defaults = {option.name: option.default for option in dataclasses.fields(DCSGDTrainingArguments)}
     names = [name for name in args.privacy_options() if name not in _WITHHELD]
     values = {name: getattr(args, name) for name in (*names, *_TRAINING_ARGUMENTS)}
     return {
-        name: _plain(value)
+        name: plain_value(value)
         for name, value in values.items()
-        if name in _ALWAYS_SHOWN or _plain(value) != _plain(defaults[name])
+        if name in _ALWAYS_SHOWN or plain_value(value) != plain_value(defaults[name])
     }
 
 
-def usage(base: Any, name: str, base_model: str | None, *, adapter: bool, tokenizer: bool = False) -> str:
-    """Code that loads the model, and its tokenizer where it has one."""
-    model_class, quoted = type(base).__name__, json.dumps(name, ensure_ascii=False)
-    names = ", ".join(["AutoTokenizer", model_class] if tokenizer else [model_class])
-    last = f"\ntokenizer = AutoTokenizer.from_pretrained({quoted})" if tokenizer else ""
-    if adapter:
-        return (
-            f"from peft import PeftModel\nfrom transformers import {names}\n\n"
-            f"base = {_loaded(base, base_model)}\n"
-            f"model = PeftModel.from_pretrained(base, {quoted}){last}"
-        )
-    if isinstance(base, PreTrainedModel):
-        return f"from transformers import {names}\n\nmodel = {model_class}.from_pretrained({quoted}){last}"
-    return (
-        "from huggingface_hub import hf_hub_download\n"
-        "from safetensors.torch import load_file\n\n"
-        f'weights = load_file(hf_hub_download({quoted}, "model.safetensors"))  # of your {model_class}'
-    )
-
-
-def model_code(base: Any, base_model: str | None, adapter: Any = None) -> str:
-    """Code that makes the model as it was before training; empty where that is not known."""
-    if not isinstance(base, PreTrainedModel):
-        return ""
-    lines = [f"from transformers import {type(base).__name__}", "", f"model = {_loaded(base, base_model)}"]
-    if adapter is not None:
-        defaults = type(adapter)()
-        given = {
-            option.name: getattr(adapter, option.name)
-            for option in dataclasses.fields(adapter)
-            if option.init and option.name not in _MADE_BY_PEFT
-        }
-        changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
-        shown = ", ".join(f"{name}={_argument(value)}" for name, value in changed.items())
-        kind = type(adapter).__name__
-        lines.insert(0, f"from peft import {kind}, get_peft_model")
-        lines.append(f"model = get_peft_model(model, {kind}({shown}))")
-    return "\n".join(lines)
-
-
-def _loaded(base: Any, base_model: str | None) -> str:
-    labels = getattr(base.config, "num_labels", 2)
-    head = f", num_labels={labels}" if labels != 2 and "Classification" in type(base).__name__ else ""
-    return f'{type(base).__name__}.from_pretrained("{base_model or "BASE MODEL"}"{head})'
-
-
-def _argument(value: Any) -> str:
-    value = _plain(value)
-    return _literal(sorted(value) if isinstance(value, set) else value)
-
-
 def write_trajectory(directory: Path, trace: Sequence[dict[str, Any]]) -> str | None:
-    """Draws the threshold's picture beside the card; None where there is no threshold, or no matplotlib."""
+    """Draw the threshold's picture beside the card; None where there is no threshold, or no matplotlib."""
     path = directory / TRAJECTORY_FILENAME
     path.unlink(missing_ok=True)
     try:
@@ -301,23 +260,10 @@ def write_trajectory(directory: Path, trace: Sequence[dict[str, Any]]) -> str | 
     return path.name
 
 
-def _literal(value: Any) -> str:
-    return _code(json.dumps(value) if isinstance(value, str) else repr(value))
-
-
 def _text(value: Any) -> str:
-    """Names come from files and arguments of anyone's: no HTML, no Markdown, no second line comes out of them."""
+    """Escape names, which come from anyone's files and arguments: no HTML, no Markdown, no second line is left."""
     one_line = html.escape(" ".join(str(value).split()), quote=False)
     return re.sub(r"([\\`*\[\]|!~#])", r"\\\1", one_line)
-
-
-def _code(value: str) -> str:
-    """For a fenced block, which only a fence can end."""
-    return value.replace("```", "'''")
-
-
-def _plain(value: Any) -> Any:
-    return getattr(value, "value", value)
 
 
 def _listed(value: str | Sequence[str] | None) -> list[str]:
@@ -325,7 +271,7 @@ def _listed(value: str | Sequence[str] | None) -> list[str]:
 
 
 def _is_repo_id(name: str | None) -> bool:
-    """Whether it can only be a model on the Hub: a folder of that name is on this machine alone."""
+    """Tell whether it can only be a model on the Hub: a folder of that name is on this machine alone."""
     if not name or Path(name).exists():
         return False
     try:

@@ -1,18 +1,18 @@
-"""The report as one page that asks nothing of the network: pictures and style are inside it, all text is escaped."""
+"""Renders the report as one page that needs no network: pictures and style are inside it, all text is escaped."""
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from hf_dcsgd.reporting.report import rounded_up, shown_number
+from hf_dcsgd.reporting.format import rounded_up, shown_number
+from hf_dcsgd.reporting.schema import PrivacyReport, Steps
 
-Report = dict[str, Any]
 
-
-def render_page(report: Report, trace: list[dict[str, Any]]) -> str:
-    """`privacy_report.html`; ImportError where jinja2 or matplotlib is missing."""
+def render_page(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> str:
+    """Render `privacy_report.html`; ImportError where jinja2 or matplotlib is missing."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -22,13 +22,13 @@ def render_page(report: Report, trace: list[dict[str, Any]]) -> str:
     return template.render(report=report, figures=_figures(report, trace), status=_status(report["steps"]))
 
 
-def _status(steps: dict[str, int]) -> str:
+def _status(steps: Steps) -> str:
     if steps["released"] >= steps["planned"]:
         return "complete"
     return "ended by its budget" if steps["charged"] >= steps["planned"] else "interrupted, or still running"
 
 
-def _figures(report: Report, trace: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _figures(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     from hf_dcsgd.reporting import plots
 
     curve, budget = report["epsilon_over_steps"], report["budget"]
@@ -66,5 +66,5 @@ def _data_uri(plots: Any, figure: Any) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(plots.svg(figure)).decode("ascii")
 
 
-def _has_range(report: Report) -> bool:
+def _has_range(report: PrivacyReport) -> bool:
     return "histogram_range" in report["trajectory"]

@@ -1,9 +1,10 @@
-"""What leaves a run: its report, its card, and what is saved or pushed. The part of `DCSGDTrainer` that writes.
+"""Writes what leaves a run: its report, its card, and what is saved or pushed.
 
 Guarantee. A push holds what was made for it in an empty folder, and nothing else: weights and configuration as
-`save_pretrained` writes them, the tokenizer or processor, `training_args.bin` without seeds and tokens, the card, the
-report, the picture of the threshold. States of random generators and of the optimizer, logs, `trainer_state.json` and
-checkpoint folders are never read for it. Everything pushed is a function of released values and public settings.
+`save_pretrained` writes them, the tokenizer or processor, `training_args.bin` without seeds and tokens, what was spent
+(`privacy_spent.json`), the card, the report, the picture of the threshold. States of random generators and of the
+optimizer, logs, `trainer_state.json` and checkpoint folders are never read for it. Everything pushed is a function of
+released values and public settings.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import dataclasses
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,72 +27,112 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import hf_api
 from transformers.utils.hub import PushInProgress
 
-from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting import model_card, report
+from hf_dcsgd.reporting.run_record import read_trace, write_run_record
+from hf_dcsgd.reporting.schema import PrivacyReport
+from hf_dcsgd.runs.spending import SpendingRecorder
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The run under way, or the last one. Only the main process leaves word of what was spent."""
+
+    directory: Path
+    mechanism: DPMechanism
+    spending: SpendingRecorder | None
+
+
 class PublishingTrainer(Trainer):
-    """`Trainer` whose runs leave a privacy report, and which saves and pushes released values only."""
+    """`Trainer` whose runs leave a privacy report, and which saves and pushes released values only.
+
+    A part of `DCSGDTrainer`, in a file of its own; the trainer calls `_record_run` when a run starts.
+
+    Overrides of transformers, and what they assume:
+
+    - `save_model` (public): checkpoints are saved by it too, and it writes `self.args` to `training_args.bin`.
+    - `_push_from_checkpoint` (private; there is no other way): called on every process with the checkpoint's folder
+      when `push_to_hub` is set, after it was saved. The original would push the whole output directory.
+    - Called, private: `_finish_current_push`, which waits for `push_in_progress`, an object with `jobs`.
+    """
 
     args: DCSGDTrainingArguments
     model: nn.Module
-    plan: PrivacyPlan | None
-    step: Any
-    _layers: str
-    _run_dir: Path | None = None
-    _run_started: bool = False
+    _run: _Run | None = None
 
     # -- the report --------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As transformers does. A privacy report is written into the run's directory, also when the run breaks off."""
-        self._run_started = False
+        """Train as transformers does. A privacy report is written also when the run breaks off."""
+        before = self._run
         try:
             return super().train(*args, **kwargs)
         finally:
-            if self._run_started and self._run_dir is not None and self.is_world_process_zero():
-                path = report.try_to_write_report(self._run_dir)
-                if path is not None:
-                    print(f"Privacy report: {path}")
+            if self._run is not None and self._run is not before:
+                self._end_run(self._run)
 
-    def privacy_report(self) -> dict[str, Any]:
-        """The statement of the last run: ε, δ and all that they rest on (see `report.py`). Read from its directory.
+    def privacy_report(self) -> PrivacyReport:
+        """Return the statement of the last run: ε, δ and all that they rest on. Read from its directory.
 
         `LedgerError`, a RuntimeError, where there was no run yet.
         """
         return report.build_report(self._report_dir())
 
-    def _record_run(self, run_dir: Path) -> None:
-        """Writes down what is trained, at the start: which parameters turn out slow later follows from data."""
-        self._run_dir, self._run_started = run_dir, True
+    def _record_run(
+        self,
+        run_dir: Path,
+        mechanism: DPMechanism,
+        *,
+        trainable_layers: str | None,
+        rules: Mapping[str, str],
+        slow_parameters: Iterable[str],
+    ) -> None:
+        """Write down what is trained, at the start: which parameters turn out slow later follows from data."""
+        spending = None
         if self.is_world_process_zero():
-            assert self.plan is not None
-            assert self.step is not None
-            report.write_run_record(
+            write_run_record(
                 run_dir,
-                plan=self.plan,
+                plan=mechanism.plan,
                 model=self.model,
-                trainable_layers=self._layers,
-                rules=self.step.clipper.rules(),
-                slow_parameters=self.step.clipper.slow_parameters,
+                trainable_layers=trainable_layers,
+                rules=rules,
+                slow_parameters=slow_parameters,
             )
+            run = PrivacyLedger.read(run_dir).runs[-1]
+            spending = SpendingRecorder(self.model, mechanism.plan, run.run_id, run.earlier)
+        self._run = _Run(run_dir, mechanism, spending)
+
+    def _end_run(self, run: _Run) -> None:
+        run.mechanism.close()
+        if run.spending is not None:
+            run.spending.record(run.mechanism.charged)
+        if self.is_world_process_zero():
+            path = report.try_to_write_report(run.directory)
+            if path is not None:
+                print(f"Privacy report: {path}")
 
     def _report_dir(self) -> Path:
-        return self._run_dir or Path(str(self.args.output_dir))
+        return Path(str(self.args.output_dir)) if self._run is None else self._run.directory
 
     # -- what is saved -----------------------------------------------------------------------------------------------
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As transformers does, with arguments that carry neither seeds nor tokens."""
-        args = self.args
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as transformers does, with arguments that carry neither seeds nor tokens, and with what was spent."""
+        args, folder = self.args, str(self.args.output_dir if output_dir is None else output_dir)
+        if self._run is not None and self._run.spending is not None:
+            # First, as it goes into the configuration that is saved.
+            self._run.spending.record(self._run.mechanism.charged, folder)
         self.args = without_secrets(args)
         try:
-            super()._save(output_dir, state_dict)
+            super().save_model(folder, _internal_call=True)
         finally:
             self.args = args
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     # -- the card and the Hub ----------------------------------------------------------------------------------------
 
@@ -106,34 +148,46 @@ class PublishingTrainer(Trainer):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Writes `README.md` into the output directory, with the guarantee, the plan and how to reproduce the run.
+        """Write `README.md` into the output directory, with the guarantee, the plan and how to reproduce the run.
 
         Arguments as for transformers. Needs a run in this directory: there is no card without its statement.
         """
         if self.is_world_process_zero():
-            given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-            self._write_card(Path(str(self.args.output_dir)), **given)
+            given = {
+                "language": language,
+                "license": license,
+                "tags": tags,
+                "model_name": model_name,
+                "finetuned_from": finetuned_from,
+                "tasks": tasks,
+                "dataset_tags": dataset_tags,
+                "dataset": dataset,
+                "dataset_args": dataset_args,
+            }
+            self._write_statement(Path(str(self.args.output_dir)), given)
 
-    def _write_card(self, directory: Path, **given: Any) -> None:
-        names = self._write_statement(directory)
-        facts = dataclasses.replace(
-            model_card.card_facts(self, repo_id=self.hub_model_id, **given),
-            report_files=[name for name in names if name != model_card.TRAJECTORY_FILENAME],
-            trajectory=model_card.TRAJECTORY_FILENAME if model_card.TRAJECTORY_FILENAME in names else None,
-        )
-        card = model_card.render_card(self.privacy_report(), facts)
-        (directory / model_card.CARD_FILENAME).write_text(card, encoding="utf-8")
+    def _write_statement(self, directory: Path, card_arguments: Mapping[str, Any]) -> list[Path]:
+        """Write report, picture and card of the run as it stands now; returns their paths.
 
-    def _write_statement(self, directory: Path) -> list[str]:
-        """What a card points at, made afresh so that it tells of this very run: report and picture. Their names."""
+        The report is also that of the run's own directory, so that it does not lag behind.
+        """
         source = self._report_dir()
-        report.write_report(source)
+        statement, trace = report.build_report(source), read_trace(source)
+        report.write_report(statement, trace, source)
         names = [name for name in (report.JSON_FILENAME, report.HTML_FILENAME) if (source / name).exists()]
         if source != directory:
             for name in names:
                 shutil.copy(source / name, directory / name)
-        trajectory = model_card.write_trajectory(directory, report.read_trace(source))
-        return names if trajectory is None else [*names, trajectory]
+        trajectory = model_card.write_trajectory(directory, trace)
+        facts = dataclasses.replace(
+            model_card.card_facts(self, repo_id=self.hub_model_id, **card_arguments),
+            report_files=names,
+            trajectory=trajectory,
+        )
+        card = model_card.render_card(statement, facts)
+        (directory / model_card.CARD_FILENAME).write_text(card, encoding="utf-8")
+        written = [*names, *([] if trajectory is None else [trajectory]), model_card.CARD_FILENAME]
+        return [directory / name for name in written]
 
     def push_to_hub(
         self,
@@ -143,7 +197,7 @@ class PublishingTrainer(Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Uploads model, tokenizer, card and report, and nothing else (see the module). Arguments as for transformers.
+        """Upload model, tokenizer, card and report, and nothing else (see the module). Arguments as for transformers.
 
         Returns the commit, its future when `blocking` is False, or None on other processes than the main one.
         """
@@ -156,7 +210,6 @@ class PublishingTrainer(Trainer):
             return None
         tags = [kwargs.pop("tags", None) or [], getattr(self.model, "model_tags", None) or []]
         kwargs["tags"] = [tag for group in tags for tag in ([group] if isinstance(group, str) else group)]
-        kwargs.setdefault("model_name", str(self.hub_model_id).split("/")[-1])
         folder = self._staged_upload(**kwargs)
         self._finish_current_push()
         job = self._upload(folder, commit_message or "End of training", token=token, revision=revision)
@@ -169,7 +222,7 @@ class PublishingTrainer(Trainer):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes the model as it is now. Under hub_strategy checkpoint and all_checkpoints, into a folder as well.
+        """Push the model as it is now. Under hub_strategy checkpoint and all_checkpoints, into a folder as well.
 
         Such a folder holds a model, not a checkpoint: without optimizer, random states and ledger there is nothing to
         resume. A model whose statement cannot be written is not pushed; the training goes on.
@@ -181,7 +234,7 @@ class PublishingTrainer(Trainer):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         try:
-            folder = self._staged_upload(model_name=str(self.hub_model_id).split("/")[-1])
+            folder = self._staged_upload()
         except Exception:
             logger.warning("this checkpoint is not pushed, as its card could not be written", exc_info=True)
             return
@@ -189,7 +242,9 @@ class PublishingTrainer(Trainer):
         progress = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch or 0)}"
         jobs = [self._upload(folder, f"Training in progress, {progress}")]
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            logger.info("the pushed checkpoint is a model to use, not to resume from: that needs %s", self._run_dir)
+            logger.info(
+                "the pushed checkpoint is a model to use, not to resume from: that needs %s", checkpoint_folder
+            )
             name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name
             jobs.append(self._upload(folder, f"Training in progress, {progress}, checkpoint", path_in_repo=name))
         _remove_when_done(folder, jobs)
@@ -199,16 +254,16 @@ class PublishingTrainer(Trainer):
             self.push_in_progress.jobs.extend(jobs)
 
     def _staged_upload(self, **card_arguments: Any) -> Path:
-        """A new folder in the output directory with all that is to be pushed, made for this push."""
+        """Make a new folder in the output directory with all that is to be pushed."""
         output_dir = Path(str(self.args.output_dir))
         output_dir.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="_upload-", dir=output_dir))
+        card_arguments.setdefault("model_name", str(self.hub_model_id).split("/")[-1])
         try:
-            self.create_model_card(**card_arguments)
             self.save_model(str(folder), _internal_call=True)
-            self._write_statement(folder)
             # Last, as peft puts a card of its own beside the weights.
-            shutil.copy(output_dir / model_card.CARD_FILENAME, folder / model_card.CARD_FILENAME)
+            for path in self._write_statement(output_dir, card_arguments):
+                shutil.copy(path, folder / path.name)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -234,6 +289,14 @@ class PublishingTrainer(Trainer):
         )
 
 
+def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
+    """Copy the arguments for `training_args.bin`: seeds at their defaults, no tokens."""
+    public = copy.copy(args)
+    public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
+    public.hub_token = None
+    return public
+
+
 def _remove_when_done(folder: Path, jobs: Iterable[Future[Any]]) -> None:
     unfinished = list(jobs)
 
@@ -244,11 +307,3 @@ def _remove_when_done(folder: Path, jobs: Iterable[Future[Any]]) -> None:
 
     for job in list(unfinished):
         job.add_done_callback(finished)
-
-
-def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
-    """A copy for `training_args.bin`: seeds at their defaults, no tokens."""
-    public = copy.copy(args)
-    public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
-    public.hub_token = None
-    return public

@@ -1,4 +1,4 @@
-"""The statement that a run leaves behind: `privacy_report.json` and `privacy_report.html`, made from files on disk.
+"""States what a run spent: `privacy_report.json` and `privacy_report.html`, made from its files on disk.
 
 | file                   | written                        | holds                                                     |
 |------------------------|--------------------------------|-----------------------------------------------------------|
@@ -17,26 +17,20 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.privacy.ledger import LedgerError, LedgerRun, PrivacyLedger
-from hf_dcsgd.privacy.plan import UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
-from hf_dcsgd.reporting.run_record import (
-    RUN_FILENAME,
-    as_json,
-    read_run_record,
-    read_trace,
-    software_versions,
-    write_run_record,
-    write_whole,
-)
+from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
+from hf_dcsgd.reporting.earlier import Past
+from hf_dcsgd.reporting.format import parameter_groups, rounded_up
+from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, read_trace, software_versions
+from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport
+from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.runs.search_cost import COST_FILENAME
-
-__all__ = ["build_report", "read_trace", "try_to_write_report", "write_report", "write_run_record"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +38,7 @@ JSON_FILENAME = "privacy_report.json"
 HTML_FILENAME = "privacy_report.html"
 
 OPT_OUT_TEXTS = {
-    "raw_train_loss": "The raw training loss was logged. It is computed from private examples without noise.",
+    RAW_TRAIN_LOSS: "The raw training loss was logged. It is computed from private examples without noise.",
     UNSAFE_NOISE_SEED: "Noise and sampling came from a fixed seed. Whoever knows it can subtract the noise.",
     ZERO_NOISE: "No noise was added.",
 }
@@ -53,7 +47,6 @@ NOTES = (
     "Gaussian noise is drawn in floating point. Attacks on its finite precision are not covered by the guarantee.",
     "The guarantee is for this one run. Choosing among several runs on the same data costs more.",
 )
-_MODEL_DETAILS = ("total_parameters", "class", "base_model", "trainable_layers", "groups")
 # Second opinions by PLD use a grid ten times coarser: half a second instead of five, and still an upper bound.
 _COARSER = 10.0
 
@@ -61,8 +54,8 @@ _COARSER = 10.0
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The report of the last run in `run_dir`, JSON-able. `LedgerError` when the ledger is missing or was changed."""
+def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
+    """Build the report of the last run in `run_dir`. `LedgerError` when its ledger is missing or was changed."""
     ledger = PrivacyLedger.read(run_dir)
     run = ledger.runs[-1]
     record = read_run_record(run_dir)
@@ -85,9 +78,10 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
             f"{PrivacyLedger.FILENAME} holds {run.charged} charges, but {len(trace)} steps were released: lines of "
             "the ledger are missing, and what was spent is unknown"
         )
+    past = Past.of([(run, _plan_of(run)) for run in ledger.runs])
     return {
         "format": 1,
-        "guarantee": _guarantee(plan, run.charged),
+        "guarantee": _guarantee(plan, run.charged, past),
         "budget": _budget(plan, run.charged),
         "steps": {
             "planned": plan.steps,
@@ -112,7 +106,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "clipping": {"strategy": plan.clipping, "settings": dict(plan.settings)},
         "layout": {"world_size": plan.world_size, "gradient_accumulation_steps": plan.gradient_accumulation_steps},
         "model": _model(plan, record),
-        "earlier_runs": _earlier_runs(ledger.runs),
+        "earlier_spending": past.earlier_spending(),
+        "earlier_runs": past.earlier_runs(),
         "software": software_versions() if record is None else record["software"],
         "trajectory": _trajectory(trace),
         "epsilon_over_steps": _epsilon_over_steps(plan, run.charged),
@@ -120,101 +115,95 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def spent_in_words(report: Mapping[str, Any]) -> str:
-    """One line for a terminal: what the run spent, and with it all runs in its directory."""
-    if not report["guarantee"]["holds"]:
-        return str(report["guarantee"]["sentence"])
-    budget, earlier = report["budget"], report["earlier_runs"]
-    line = f"spent: ε = {rounded_up(budget['epsilon'])} at δ = {rounded_up(budget['delta'])}"
-    if not earlier:
-        return line
-    if earlier["composed_epsilon"] is None:
-        return f"{line}; an earlier run in this directory has no guarantee"
-    return (
-        f"{line}; together with the earlier runs in this directory, if they used the same data: "
-        f"ε = {rounded_up(earlier['composed_epsilon'])} at δ = {rounded_up(earlier['composed_delta'])}"
-    )
+def format_spending(report: PrivacyReport) -> str:
+    """Say in one line what the run spent, and with it all runs before it that may have used the same data."""
+    guarantee, budget, earlier = report["guarantee"], report["budget"], report["earlier_runs"]
+    if not guarantee["holds"]:
+        return guarantee["sentence"]
+    parts = [f"spent: {_bound(budget['epsilon'], budget['delta'])}"]
+    spending = report["earlier_spending"]
+    if spending is not None:
+        parts.append(
+            "what these weights had spent before is left out, as their data are said to be others "
+            f"(earlier_spending={spending['dismissed']})"
+            if spending["dismissed"]
+            else "together with what these weights had spent before, if the data are the same: "
+            + _bound(guarantee["epsilon"], guarantee["delta"])
+        )
+    if earlier is not None:
+        parts.append(
+            "an earlier run in this directory has no guarantee"
+            if earlier["composed_epsilon"] is None
+            else "together with the earlier runs in this directory, if they used the same data: "
+            + _bound(earlier["composed_epsilon"], earlier["composed_delta"])
+        )
+    return "; ".join(parts)
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes both reports; returns the page, or the JSON file where the extra `report` is not installed."""
-    report = build_report(run_dir)
-    path = write_whole(Path(run_dir) / JSON_FILENAME, as_json(report))
+def write_report(report: PrivacyReport, trace: Sequence[dict[str, Any]], directory: str | os.PathLike[str]) -> Path:
+    """Write both files; returns the page, or the JSON file where the extra `report` is not installed."""
+    path = write_atomically(Path(directory) / JSON_FILENAME, as_json(report))
     try:
         from hf_dcsgd.reporting.page import render_page
 
-        page = render_page(report, read_trace(run_dir))
+        page = render_page(report, trace)
     except ImportError as error:
         logger.warning(
             "%s is written, but no page: %s is missing (pip install 'hf-dcsgd[report]', then hf-dcsgd report %s)",
             path,
             error.name,
-            run_dir,
+            directory,
         )
-        (Path(run_dir) / HTML_FILENAME).unlink(missing_ok=True)
+        (Path(directory) / HTML_FILENAME).unlink(missing_ok=True)
         return path
-    return write_whole(Path(run_dir) / HTML_FILENAME, page)
+    return write_atomically(Path(directory) / HTML_FILENAME, page)
 
 
 def try_to_write_report(run_dir: str | os.PathLike[str]) -> Path | None:
-    """As `write_report`, but a failure is logged: it must not take a finished training down with it."""
+    """Build and write the report of a run; a failure is logged, so that it does not take a finished training down."""
     try:
-        return write_report(run_dir)
+        return write_report(build_report(run_dir), read_trace(run_dir), run_dir)
     except Exception:
         logger.warning("no privacy report was written; `hf-dcsgd report %s` tries again", run_dir, exc_info=True)
         return None
 
 
-def rounded_up(value: float | None, digits: int = 4) -> str:
-    """A bound as text, never smaller than it is: 7.99999 is shown as 8, infinity and nothing as ∞."""
-    if value is None or not math.isfinite(value):
-        return "∞"
-    if value <= 0:
-        return "0"
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
-    return f"{math.ceil(value * scale * (1 - 1e-12)) / scale:.{digits}g}"
-
-
-def shown_number(value: Any) -> str:
-    """Counts with thousands separators, other numbers with five digits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def parameter_groups(sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Parameters by the block or part of the model they belong to, in the model's order."""
-    groups: dict[str, list[int]] = {}
-    for name, size in sizes.items():
-        groups.setdefault(_group_of(name), []).append(size)
-    return [{"name": name, "tensors": len(group), "parameters": sum(group)} for name, group in groups.items()]
-
-
-def _group_of(name: str) -> str:
-    path = name.removeprefix("base_model.model.").split(".")[:-1] or [name]
-    numbered = next((i for i, part in enumerate(path) if part.isdecimal()), None)
-    return ".".join(path[: 2 if numbered is None else numbered + 1])
-
-
 # -- its parts --------------------------------------------------------------------------------------------------------
 
 
-def _guarantee(plan: PrivacyPlan, charged: int) -> dict[str, Any]:
-    epsilon = plan.epsilon(charged)
-    opt_outs = [
+def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
+    opt_outs: list[OptOut] = [
         {"name": name, "text": OPT_OUT_TEXTS.get(name, "An option outside the guarantee was used.")}
         for name in plan.opt_outs
     ]
+    inherited = past.inherited.runs if past.dismissed is None else ()
+    voided = sorted({name for run in inherited for name in run.opt_outs})
+    if voided:
+        text = f"These weights come from a run without a guarantee ({', '.join(voided)}), maybe on the same data."
+        opt_outs.append({"name": "earlier_spending", "text": text})
+    epsilon = past.of_the_weights.epsilon(plan.delta) if inherited else plan.epsilon(charged)
+    accountant = "rdp" if inherited else plan.accountant
     if opt_outs:
-        named = " and ".join(plan.opt_outs)
+        named = " and ".join(opt_out["name"] for opt_out in opt_outs)
         sentence = f"There is no privacy guarantee for this run, because of {named}."
     else:
+        steps = sum(run.charged for run in inherited) + charged
         sentence = (
             f"The trained model and all that the run logged are (ε = {rounded_up(epsilon)}, δ = "
             f"{rounded_up(plan.delta)})-differentially private at the level of single training examples: for adding "
             "or removing any one example, with batches drawn by Poisson sampling, as computed by the "
-            f"{plan.accountant.upper()} accountant over {charged:,} charged step{'' if charged == 1 else 's'}."
+            f"{accountant.upper()} accountant over {steps:,} charged step{'' if steps == 1 else 's'}."
         )
+        if inherited:
+            sentence += (
+                f" This run was charged {charged:,} of them (ε = {rounded_up(plan.epsilon(charged))}); the others "
+                "were spent on these weights before, on data that may be the same."
+            )
+        elif past.dismissed:
+            sentence += (
+                " What these weights had spent before is left out, as their data are said to be others "
+                f"(earlier_spending={past.dismissed})."
+            )
     return {
         "holds": not opt_outs,
         "sentence": sentence,
@@ -223,13 +212,12 @@ def _guarantee(plan: PrivacyPlan, charged: int) -> dict[str, Any]:
         "unit": "example",
         "neighbouring": "add or remove one example",
         "sampling": "poisson",
-        "accountant": plan.accountant,
+        "accountant": accountant,
         "opt_outs": opt_outs,
     }
 
 
-def _budget(plan: PrivacyPlan, charged: int) -> dict[str, Any]:
-    """What the accountants say of the noise that was planned, whether or not an opt-out voids it."""
+def _budget(plan: PrivacyPlan, charged: int) -> Budget:
     other = next(name for name in accounting.ACCOUNTANTS if name != plan.accountant)
     return {
         "accountant": plan.accountant,
@@ -254,47 +242,15 @@ def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
 
 
 def _epsilon_over_steps(plan: PrivacyPlan, charged: int) -> dict[str, list[Any]]:
-    """ε at steps that lie closer together at the start, where it rises fast; few of them by PLD, which is slow."""
+    """Compute ε at steps that lie closer together at the start, where it rises fast; few by PLD, which is slow."""
     points = 60 if plan.accountant == "rdp" else 6
     steps = sorted({math.ceil(charged * (k / points) ** 2) for k in range(points + 1)})
     values = [plan.epsilon(s) if s == charged else _quick_epsilon(plan, s, plan.accountant) for s in steps]
     return {"steps": steps, "epsilon": [_finite(value) for value in values]}
 
 
-def _earlier_runs(runs: tuple[LedgerRun, ...]) -> dict[str, Any] | None:
-    """Runs before the last one in this ledger, and what all of them cost together if their data were the same."""
-    charged = [(run, _plan_of(run)) for run in runs if run.charged]
-    earlier = [(run, plan) for run, plan in charged if run is not runs[-1]]
-    if not earlier:
-        return None
-    last = _plan_of(runs[-1])
-    return {
-        "runs": [
-            {
-                "clipping": plan.clipping,
-                "charged": run.charged,
-                "epsilon": None if plan.opt_outs else _finite(plan.epsilon(run.charged)),
-                "delta": plan.delta,
-                "accountant": plan.accountant,
-                "opt_outs": list(plan.opt_outs),
-            }
-            for run, plan in earlier
-        ],
-        "composed_epsilon": _finite(_composed_epsilon(charged, last.delta)),
-        "composed_delta": last.delta,
-    }
-
-
-def _composed_epsilon(runs: list[tuple[LedgerRun, PrivacyPlan]], delta: float) -> float:
-    """ε of all these runs on one dataset; infinite when one of them has no guarantee."""
-    if any(plan.opt_outs for _, plan in runs):
-        return math.inf
-    accounted = [accounting.AccountedRun(plan.noise_multiplier, plan.sampling_rate, run.charged) for run, plan in runs]
-    return accounting.composed_epsilon(accounted, delta)
-
-
 def _search_notes(run_dir: Path) -> list[str]:
-    """A hyperparameter search in this directory, or around this trial, has a price of its own."""
+    """Tell of a hyperparameter search in this directory, or around this trial, which has a price of its own."""
     folders = [run_dir, *([run_dir.parent] if run_dir.name.startswith("run-") else [])]
     path = next((folder / COST_FILENAME for folder in folders if (folder / COST_FILENAME).exists()), None)
     if path is None:
@@ -309,23 +265,23 @@ def _search_notes(run_dir: Path) -> list[str]:
     ]
 
 
-def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> dict[str, Any]:
-    if record is None:
-        return {"num_parameters": plan.num_parameters, **dict.fromkeys(_MODEL_DETAILS)}
+def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> Model:
+    known: Mapping[str, Any] = record or {}
     counts: dict[str, int] = {}
-    for rule in record["rules"].values():
+    for rule in known.get("rules", {}).values():
         counts[rule] = counts.get(rule, 0) + 1
+    parameters = known.get("parameters", {})
     return {
         "num_parameters": plan.num_parameters,
-        "total_parameters": record["total_parameters"],
-        "class": record["model_class"],
-        "base_model": record["base_model"],
-        "peft": record["peft"],
-        "trainable_layers": record["trainable_layers"],
-        "groups": parameter_groups(record["parameters"]),
-        "parameters": list(record["parameters"]),
+        "total_parameters": known.get("total_parameters"),
+        "class": known.get("model_class"),
+        "base_model": known.get("base_model"),
+        "peft": known.get("peft", False),
+        "trainable_layers": known.get("trainable_layers"),
+        "groups": parameter_groups(parameters) or None,
+        "parameters": list(parameters),
         "modules_by_rule": counts,
-        "slow_parameters": record["slow_parameters"],
+        "slow_parameters": known.get("slow_parameters", []),
     }
 
 
@@ -339,7 +295,7 @@ def _trajectory(trace: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _plan_of(run: LedgerRun) -> PrivacyPlan:
-    """The plan in a ledger's header, which is flat: what is no field of a plan is a setting of its strategy."""
+    """Read the plan in a ledger's header, which is flat: what is no field of a plan is a setting of its strategy."""
     names = {field.name for field in fields(PrivacyPlan)}
     settings = {name: value for name, value in run.plan.items() if name not in names}
     return PrivacyPlan.from_dict({**{n: v for n, v in run.plan.items() if n in names}, "settings": settings})
@@ -347,6 +303,10 @@ def _plan_of(run: LedgerRun) -> PrivacyPlan:
 
 def _differs(recorded: PrivacyPlan, charged: PrivacyPlan) -> bool:
     return bool(charged.differences(recorded).keys() - {"unsafe_noise_seed"})  # the record withholds the seed
+
+
+def _bound(epsilon: float | None, delta: float | None) -> str:
+    return f"ε = {rounded_up(epsilon)} at δ = {rounded_up(delta)}"
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The record of a run on disk, beside its ledger: what is trained, and what was released step by step."""
+"""Writes and reads what a run keeps beside its ledger: what is trained, and what was released step by step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.callbacks import TRACE_FILENAME
+from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.tasks.losses import unwrapped_model
 
 RUN_FILENAME = "privacy_run.json"
@@ -29,7 +30,7 @@ def write_run_record(
     rules: Mapping[str, str],
     slow_parameters: Iterable[str],
 ) -> Path:
-    """Writes `privacy_run.json`: what a report needs beyond ledger and trace. Names and sizes only, and no seed."""
+    """Write `privacy_run.json`: what a report needs beyond ledger and trace. Names and sizes only, and no seed."""
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None) or None
     base = unwrapped_model(model)
@@ -45,11 +46,11 @@ def write_run_record(
         "slow_parameters": sorted(slow_parameters),
         "software": software_versions(),
     }
-    return write_whole(Path(run_dir) / RUN_FILENAME, as_json(record))
+    return write_atomically(Path(run_dir) / RUN_FILENAME, as_json(record))
 
 
 def software_versions() -> dict[str, str]:
-    """Versions of what computed the guarantee and the gradients; packages that are not installed are left out."""
+    """Return the versions of what computed the guarantee and the gradients, as far as it is installed."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -60,7 +61,7 @@ def software_versions() -> dict[str, str]:
 
 
 def read_trace(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Released values by step, of the steps that led to the last one.
+    """Read the released values by step, of the steps that led to the last one.
 
     After a crash a resumed run goes back to its checkpoint: lines of steps that were then taken again are left out. So
     is a line torn by the crash.
@@ -80,19 +81,6 @@ def read_trace(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_run_record(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `write_run_record` wrote, if it did."""
+    """Read what `write_run_record` wrote, if it did."""
     path = Path(run_dir) / RUN_FILENAME
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Whole or not at all: a reader never sees half a report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path

@@ -1,4 +1,4 @@
-"""What a hyperparameter search has cost: every trial looked at the private data, whichever of them is kept."""
+"""Adds up what hyperparameter searches cost: every trial looked at the private data, whichever of them is kept."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.runs.files import write_atomically
 
 COST_FILENAME = "hyperparameter_search_cost.json"
 
@@ -48,23 +49,41 @@ class SearchCost:
         )
 
     def write(self, directory: str | Path) -> Path:
+        """Write it into the output directory of the search."""
+        return write_atomically(Path(directory) / COST_FILENAME, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, directory: str | Path) -> SearchCost | None:
+        """Return what searches in this directory have cost so far; None when there was none."""
         path = Path(directory) / COST_FILENAME
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        return path
+        if not path.exists():
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        trials = tuple(TrialCost(**trial) for trial in values["trials"])
+        return cls(**{**values, "trials": trials, "opt_outs": tuple(values["opt_outs"])})
 
 
-def search_cost(trials: Sequence[tuple[str, DPMechanism]]) -> SearchCost:
-    """The cost of trials, each given by its directory and its mechanism; at the smallest of their δ."""
+def search_cost(trials: Sequence[tuple[str, DPMechanism]], earlier: SearchCost | None = None) -> SearchCost:
+    """Add up the cost of trials, each given by its directory and its mechanism; at the smallest of their δ.
+
+    `earlier` is what searches before this one have cost on the same data: it counts in full.
+    """
     plans = [mechanism.plan for _, mechanism in trials]
-    runs = [AccountedRun(m.plan.noise_multiplier, m.plan.sampling_rate, m.charged) for _, m in trials]
-    delta, accountant = min(plan.delta for plan in plans), plans[-1].accountant
+    charged = [
+        *(() if earlier is None else earlier.trials),
+        *(
+            TrialCost(directory, m.charged, m.plan.noise_multiplier, m.plan.sampling_rate, m.epsilon())
+            for directory, m in trials
+        ),
+    ]
+    runs = [AccountedRun(trial.noise_multiplier, trial.sampling_rate, trial.charged_steps) for trial in charged]
+    delta = min([plan.delta for plan in plans] + ([] if earlier is None else [earlier.delta]))
+    accountant = plans[-1].accountant
+    voided = [*(() if earlier is None else earlier.opt_outs), *(name for plan in plans for name in plan.opt_outs)]
     return SearchCost(
         epsilon=composed_epsilon(runs, delta, accountant),
         delta=delta,
         accountant=accountant,
-        trials=tuple(
-            TrialCost(directory, run.steps, run.noise_multiplier, run.sampling_rate, mechanism.epsilon())
-            for (directory, mechanism), run in zip(trials, runs, strict=True)
-        ),
-        opt_outs=tuple(dict.fromkeys(name for plan in plans for name in plan.opt_outs)),
+        trials=tuple(charged),
+        opt_outs=tuple(dict.fromkeys(voided)),
     )

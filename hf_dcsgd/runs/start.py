@@ -13,7 +13,7 @@ import torch
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.runs.checkpoints import require_same_plan
+from hf_dcsgd.runs.checkpoints import require_same_plan, require_traced_charges
 from hf_dcsgd.runs.processes import on_main_process
 
 Saved = dict[str, Any]
@@ -33,13 +33,22 @@ def require_continuation(saved: Saved | None, plan: PrivacyPlan, checkpoint: str
 
 
 def start_mechanism(
-    plan: PrivacyPlan, run_dir: Path, saved: Saved | None, *, is_main_process: bool, device: torch.device
+    plan: PrivacyPlan,
+    run_dir: Path,
+    saved: Saved | None,
+    *,
+    is_main_process: bool,
+    device: torch.device,
+    earlier: dict[str, Any] | None = None,
 ) -> DPMechanism:
-    """The mechanism of a run, where its ledger and checkpoint say it stands; refused when nothing is left to spend."""
+    """Build the mechanism of a run, as its ledger and checkpoint say it stands; refused when nothing is left to spend.
+
+    `earlier` is what `spending.earlier_statement` found before a new run; it goes into the ledger.
+    """
 
     def open_ledger() -> PrivacyLedger:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=saved is not None)
+        return PrivacyLedger.open(run_dir, plan.privacy_dict(), resume=saved is not None, earlier=earlier)
 
     mechanism = DPMechanism(
         plan,
@@ -47,14 +56,19 @@ def start_mechanism(
         all_reduce=torch.distributed.all_reduce if plan.world_size > 1 else None,
         is_main_process=is_main_process,
     )
-    if saved is not None:
-        on_main_process(lambda: mechanism.load_state_dict(saved["mechanism"]))
-        if not is_main_process:
-            mechanism.load_state_dict(saved["mechanism"])
-    mechanism.agree_on_charges(device)
-    if mechanism.exhausted:
-        raise BudgetExhausted(
-            f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
-            f"taken within ε = {plan.epsilon():.4g}"
-        )
+    try:
+        if saved is not None:
+            on_main_process(lambda: mechanism.load_state_dict(saved["mechanism"]))
+            on_main_process(lambda: require_traced_charges(run_dir, mechanism.charged))
+            if not is_main_process:
+                mechanism.load_state_dict(saved["mechanism"])
+        mechanism.agree_on_charges(device)
+        if mechanism.exhausted:
+            raise BudgetExhausted(
+                f"all {plan.steps} planned steps are charged already ({mechanism.charged}), so not one more can be "
+                f"taken within ε = {plan.epsilon():.4g}"
+            )
+    except BaseException:
+        mechanism.close()  # or the traceback would hold its lock
+        raise
     return mechanism
