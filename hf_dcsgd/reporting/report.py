@@ -24,7 +24,8 @@ from typing import Any
 
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.privacy.ledger import LedgerError, LedgerRun, PrivacyLedger
-from hf_dcsgd.privacy.plan import UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
+from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.reporting.plan_table import opt_out_text
 from hf_dcsgd.reporting.run_record import (
     RUN_FILENAME,
     as_json,
@@ -43,11 +44,6 @@ logger = logging.getLogger(__name__)
 JSON_FILENAME = "privacy_report.json"
 HTML_FILENAME = "privacy_report.html"
 
-OPT_OUT_TEXTS = {
-    "raw_train_loss": "The raw training loss was logged. It is computed from private examples without noise.",
-    UNSAFE_NOISE_SEED: "Noise and sampling came from a fixed seed. Whoever knows it can subtract the noise.",
-    ZERO_NOISE: "No noise was added.",
-}
 NOTES = (
     "The evaluation data are not protected: metrics are computed from them without noise.",
     "Gaussian noise is drawn in floating point. Attacks on its finite precision are not covered by the guarantee.",
@@ -55,7 +51,7 @@ NOTES = (
 )
 _MODEL_DETAILS = ("total_parameters", "class", "base_model", "trainable_layers", "groups")
 # Second opinions by PLD use a grid ten times coarser: half a second instead of five, and still an upper bound.
-_COARSER = 10.0
+_GRID_SCALE = 10.0
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -105,7 +101,6 @@ def build_report(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "noise": {
             "noise_multiplier": plan.noise_multiplier,
             "grad_noise_multiplier": plan.grad_noise_multiplier,
-            "histogram_noise_multiplier": plan.histogram_noise_multiplier,
             "side_noise_multipliers": plan.side_noise_multipliers,
             "loss_clip": plan.loss_clip,
         },
@@ -201,10 +196,7 @@ def _group_of(name: str) -> str:
 
 def _guarantee(plan: PrivacyPlan, charged: int) -> dict[str, Any]:
     epsilon = plan.epsilon(charged)
-    opt_outs = [
-        {"name": name, "text": OPT_OUT_TEXTS.get(name, "An option outside the guarantee was used.")}
-        for name in plan.opt_outs
-    ]
+    opt_outs = [{"name": name, "text": opt_out_text(name)} for name in plan.opt_outs]
     if opt_outs:
         named = " and ".join(plan.opt_outs)
         sentence = f"There is no privacy guarantee for this run, because of {named}."
@@ -249,7 +241,7 @@ def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
         steps=steps,
         delta=plan.delta,
         accountant=accountant,
-        coarser=_COARSER,
+        grid_scale=_GRID_SCALE,
     )
 
 
