@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         register_strategy,
     )
     from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError, register_rule
+    from hf_dcsgd.ghost.contributions import Dense, OneHotRows, Outer
     from hf_dcsgd.privacy.accounting import register_accountant
     from hf_dcsgd.privacy.ledger import LedgerError
     from hf_dcsgd.privacy.mechanism import BudgetExhausted
@@ -28,9 +29,12 @@ _HOMES = {
     "ClippingThreshold": "clipping",
     "DCSGDTrainer": "trainer",
     "DCSGDTrainingArguments": "training_args",
+    "Dense": "ghost.contributions",
     "GhostClipper": "ghost",
     "LedgerError": "privacy.ledger",
     "NormClipping": "clipping",
+    "OneHotRows": "ghost.contributions",
+    "Outer": "ghost.contributions",
     "ParityError": "checks.parity",
     "PrivacyPlan": "privacy.plan",
     "PublicNumbers": "clipping",
@@ -48,9 +52,12 @@ __all__ = [
     "ClippingThreshold",
     "DCSGDTrainer",
     "DCSGDTrainingArguments",
+    "Dense",
     "GhostClipper",
     "LedgerError",
     "NormClipping",
+    "OneHotRows",
+    "Outer",
     "ParityError",
     "PrivacyPlan",
     "PublicNumbers",

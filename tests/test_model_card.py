@@ -50,7 +50,6 @@ REPORT: dict[str, Any] = {
     "noise": {
         "noise_multiplier": 0.48978,
         "grad_noise_multiplier": 0.49214,
-        "histogram_noise_multiplier": 5.0,
         "side_noise_multipliers": {"histogram_noise_multiplier": 5.0},
         "loss_clip": None,
     },

@@ -54,7 +54,7 @@ def test_numbers_of_a_whole_run(tmp_path: Path):
     side = found["noise"]["side_noise_multipliers"]
     precision = found["noise"]["grad_noise_multiplier"] ** -2 + sum(value**-2 for value in side.values())
     assert precision == pytest.approx(SIGMA**-2)
-    assert found["noise"]["histogram_noise_multiplier"] == 5.0
+    assert found["noise"]["side_noise_multipliers"] == {"histogram_noise_multiplier": 5.0}
     assert found["clipping"] == {"strategy": "dc_sgd_e", "settings": dict(plan.settings)}
     assert found["model"]["class"] == "FeatureClassifier"
     assert found["model"]["num_parameters"] == 83
