@@ -280,7 +280,7 @@ def test_the_page_of_every_strategy(tmp_path: Path, strategy: str):
     read = PageReader(page)
     with_histogram = strategy in STRATEGIES_WITH_HISTOGRAM
     assert len(read.images) == {True: 3, False: 1 if strategy == "auto_clip" else 2}[with_histogram]
-    assert ("σ_H" in read.text) == with_histogram
+    assert ("histogram noise multiplier" in read.text) == with_histogram
     assert ("no threshold to plot" in read.text) == (strategy == "auto_clip")
     assert not read.fetched
     assert not re.search(r"url\(|@import", page)

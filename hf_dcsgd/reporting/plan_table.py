@@ -20,6 +20,8 @@ def opt_out_text(name: str) -> str:
 
 def describe_plan(plan: PrivacyPlan) -> str:
     """Return the plan as a readable table."""
+    sides = plan.side_noise_multipliers
+    settings = [f"{name} {_shown(value)}" for name, value in plan.settings.items() if name not in sides]
     rows = [
         ("guarantee", f"ε ≤ {plan.epsilon():.4g} at δ = {plan.delta:.4g}, adding or removing one example"),
         ("accountant", f"{plan.accountant}, {plan.steps} steps"),
@@ -30,8 +32,8 @@ def describe_plan(plan: PrivacyPlan) -> str:
         ),
         ("noise multiplier", f"σ = {plan.noise_multiplier:.5f} (accounted)"),
         ("gradient", f"σ_T = {plan.grad_noise_multiplier:.5f}, {plan.num_parameters:,} parameters"),
-        *((name, f"{value:g}") for name, value in plan.side_noise_multipliers.items()),
-        ("clipping", ", ".join([plan.clipping, *(f"{key} {_shown(value)}" for key, value in plan.settings.items())])),
+        *((name, f"{value:g}") for name, value in sides.items()),
+        ("clipping", ", ".join([plan.clipping, *settings])),
     ]
     if plan.loss_clip is not None:
         rows.append(("loss", f"noisy mean released, each loss cut to [0, {plan.loss_clip:g}]"))
