@@ -38,6 +38,7 @@ from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.reporting.plan_table import describe_plan
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
@@ -391,7 +392,7 @@ class DCSGDTrainer(PublishingTrainer):
             slow_parameters=step.clipper.slow_parameters,
         )
         if is_main:
-            print(self.plan.describe() + describe_earlier(earlier, self.plan))
+            print(describe_plan(self.plan) + describe_earlier(earlier, self.plan))
 
     def _privacy_callback(self) -> PrivacyCallback:
         return next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
@@ -442,7 +443,7 @@ class DCSGDTrainer(PublishingTrainer):
             values = self.mechanism.threshold.released_values()
             logs.update({name: value for name, value in values.items() if isinstance(value, float)})
             # An upper bound that does not hold up the loop: PLD's fine grid takes seconds.
-            logs["epsilon"] = self.mechanism.plan.epsilon(self.mechanism.charged, coarser=10)
+            logs["epsilon"] = self.mechanism.plan.epsilon(self.mechanism.charged, grid_scale=10)
         for name in ("loss", "train_loss"):
             if name in logs and self.args.log_train_loss != "raw":
                 value = logs.pop(name)

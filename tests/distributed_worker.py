@@ -285,7 +285,9 @@ def lockstep(directory: Path) -> dict[str, Any]:
         counts = entry["counts"].clone()
         if WORLD_SIZE > 1:
             torch.distributed.all_reduce(counts)
-        units.append((entry["noisy_counts"].double() - counts.double()) / trainer.plan.histogram_noise_multiplier)
+        units.append(
+            (entry["noisy_counts"].double() - counts.double()) / trainer.plan.settings["histogram_noise_multiplier"]
+        )
     return {
         "draws": draws,
         "digests": each_step.values,

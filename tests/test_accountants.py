@@ -1,4 +1,4 @@
-"""The room behind `accounting`: what the shortcuts leave out changes nothing, and nothing is printed."""
+"""Accountants: what their shortcuts leave out changes nothing, nothing is printed, and others may be registered."""
 
 import logging
 import math
@@ -10,19 +10,27 @@ import pytest
 from absl import logging as absl_logging
 from dp_accounting import rdp
 
-from hf_dcsgd.privacy import accountants
-from hf_dcsgd.privacy.accountants import (
+from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.accounting import (
     RDP_ORDERS,
-    calibrate_rdp,
+    AccountedRun,
+    calibrate_noise_multiplier,
+    composed_epsilon,
+    epsilon_spent,
     pld_epsilon,
     pld_interval,
     rdp_epsilon,
     rdp_of_one_step,
+    register_accountant,
     smallest_noise_multiplier,
 )
 
 # At such a rate dp_accounting's fractional orders do not converge, and it says so order by order.
 LOUD = {"noise_multiplier": 3.0, "sampling_rate": 0.5}
+
+
+def step(noise_multiplier: float, sampling_rate: float) -> dp_accounting.DpEvent:
+    return AccountedRun(noise_multiplier, sampling_rate, 1).event.event
 
 
 def plain_accountant(noise_multiplier: float, sampling_rate: float, steps: int) -> rdp.RdpAccountant:
@@ -56,7 +64,7 @@ def test_orders_reach_1024_without_wide_gaps():
 
 def test_orders_that_do_not_converge_are_left_out_in_silence(absl_messages: list[str]):
     rdp_of_one_step.cache_clear()
-    epsilon, _ = rdp_epsilon(**LOUD, steps=50, delta=1e-5)
+    epsilon = rdp_epsilon(AccountedRun(**LOUD, steps=50).event, 1e-5)
     assert absl_messages == []
     plain = plain_accountant(**LOUD, steps=50)
     assert any("failed to converge" in message for message in absl_messages), "the library no longer complains"
@@ -64,7 +72,7 @@ def test_orders_that_do_not_converge_are_left_out_in_silence(absl_messages: list
 
 
 def test_other_absl_messages_still_come_through(absl_messages: list[str]):
-    with accountants.quiet_orders():
+    with accounting.suppress_order_warnings():
         absl_logging.warning("something else")
     assert absl_messages == ["something else"]
 
@@ -80,15 +88,15 @@ def test_other_absl_messages_still_come_through(absl_messages: list[str]):
     ],
 )
 def test_skipping_high_orders_changes_nothing(sigma: float, rate: float, steps: int, delta: float):
-    expected, order = plain_accountant(sigma, rate, steps).get_epsilon_and_optimal_order(delta)
-    assert rdp_epsilon(sigma, rate, steps, delta) == pytest.approx((expected, order), rel=1e-9, abs=1e-9)
+    expected = plain_accountant(sigma, rate, steps).get_epsilon(delta)
+    assert rdp_epsilon(AccountedRun(sigma, rate, steps).event, delta) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("rate", [1e-9, 1e-6, 1e-3])
 @pytest.mark.parametrize("sigma", [1.0, 1000.0])
 def test_divergence_is_not_below_the_exact_one(rate: float, sigma: float):
     """Against sixty digits: rounding alone may make the library's divergence negative, which it takes for ε = 0."""
-    divergences = rdp_of_one_step(sigma, rate)
+    divergences = rdp_of_one_step(step(sigma, rate))
     with mpmath.workdps(60):
         for order in (2, 17, 63):
             q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
@@ -104,17 +112,17 @@ def test_divergence_is_not_below_the_exact_one(rate: float, sigma: float):
 def test_a_divergence_rounded_below_zero_is_not_perfect_privacy():
     run = {"noise_multiplier": 1000.0, "sampling_rate": 1e-9}
     assert plain_accountant(**run, steps=1).rdp.min() < 0, "pick another run: this one no longer rounds below zero"
-    assert np.all(rdp_of_one_step(**run) > 0)
+    assert np.all(rdp_of_one_step(step(**run)) > 0)
 
 
 def test_cached_divergences_cannot_be_written():
     with pytest.raises(ValueError, match="read-only"):
-        rdp_of_one_step(1.0, 0.01)[0] = 0.0
+        rdp_of_one_step(step(1.0, 0.01))[0] = 0.0
 
 
 def test_small_budgets_do_not_jump_to_endless_noise():
     """Low orders alone would meet this budget only where noise drowns everything (σ over 30,000)."""
-    sigma = calibrate_rdp(0.01, 1e-5, 0.01, 1000)
+    sigma = calibrate_noise_multiplier(epsilon=0.01, delta=1e-5, sampling_rate=0.01, steps=1000)
     assert sigma == pytest.approx(87.474, abs=1e-3)
 
 
@@ -158,12 +166,56 @@ def test_search_starts_exactly_at_the_answer():
 
 
 def test_grid_follows_the_losses():
-    assert pld_interval(0.67, 256 / 104743, 2045) == 1e-4
-    assert pld_interval(100.0, 0.01, 1000) < 2e-5
-    assert pld_interval(0.05, 0.01, 10) > 1e-3
-    assert pld_interval(1.0, 1.0, 10_000) == pytest.approx(pld_interval(0.01, 1.0, 1))
+    assert pld_interval(step(0.67, 256 / 104743), 2045) == 1e-4
+    assert pld_interval(step(100.0, 0.01), 1000) < 2e-5
+    assert pld_interval(step(0.05, 0.01), 10) > 1e-3
+    assert pld_interval(step(1.0, 1.0), 10_000) == pytest.approx(pld_interval(step(0.01, 1.0), 1))
 
 
 def test_a_coarser_grid_only_adds():
-    fine, coarse = (pld_epsilon(2.0, 0.05, 200, 1e-5, interval) for interval in (1e-4, 1e-3))
+    event = AccountedRun(2.0, 0.05, 200).event
+    fine, coarse = (pld_epsilon(event, 1e-5, grid_scale=scale) for scale in (1, 10))
     assert fine <= coarse <= fine * 1.01
+
+
+# --- accountants of one's own ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch):
+    """Registers accountants for one test."""
+    monkeypatch.setattr(accounting.ACCOUNTANTS, "_values", dict(accounting.ACCOUNTANTS._values))
+    return register_accountant
+
+
+def test_a_registered_accountant_is_asked_about_events(registered):
+    asked = []
+
+    def gaussian(event: dp_accounting.DpEvent, delta: float) -> float:
+        asked.append(event)
+        return rdp.RdpAccountant([2.0, 8.0]).compose(event).get_epsilon(delta)
+
+    registered("two_orders", gaussian)
+    runs = [AccountedRun(2.0, 0.1, 30), AccountedRun(3.0, 1.0, 2)]
+    both = composed_epsilon(runs, 1e-5, "two_orders")
+    assert both == rdp.RdpAccountant([2.0, 8.0]).compose(runs[0].event).compose(runs[1].event).get_epsilon(1e-5)
+    run = {"sampling_rate": 0.1, "steps": 30, "delta": 1e-5, "accountant": "two_orders"}
+    sigma = calibrate_noise_multiplier(epsilon=3.0, **run)
+    assert 3 * (1 - 5e-6) <= epsilon_spent(noise_multiplier=sigma, **run) <= 3
+    assert dp_accounting.SelfComposedDpEvent(step(2.0, 0.1), 30) in list(asked[0].events)
+    assert epsilon_spent(**{**run, "steps": 0}, noise_multiplier=1.0) == 0
+    assert epsilon_spent(**run, noise_multiplier=0.0) == math.inf
+
+
+def test_what_is_no_epsilon_is_refused(registered):
+    registered("broken", lambda event, delta: math.nan)
+    with pytest.raises(ValueError, match="epsilon >= 0, got nan"):
+        epsilon_spent(noise_multiplier=1.0, sampling_rate=0.1, steps=3, delta=1e-5, accountant="broken")
+    with pytest.raises(ValueError, match="expected a function for accountant 'none', got None"):
+        registered("none", None)
+
+
+def test_a_name_is_taken_once(registered):
+    with pytest.raises(ValueError, match=r"new name for accountant, got 'rdp', which is .*\.rdp_epsilon"):
+        registered("rdp", lambda event, delta: 0.0)
+    assert epsilon_spent(noise_multiplier=1.0, sampling_rate=0.1, steps=3, delta=1e-5) > 0

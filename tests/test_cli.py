@@ -11,12 +11,13 @@ from hf_dcsgd.privacy.accounting import epsilon_spent, grad_noise_multiplier
 from hf_dcsgd.privacy.tuning_cost import METHODS
 
 QNLI = ["--dataset-size", "104743", "--batch-size", "256", "--epochs", "5"]
+SIGMA_H = '{"histogram_noise_multiplier": 7.5}'
 SMALL = ["--dataset-size", "2000", "--batch-size", "200", "--steps", "20", "--delta", "1e-5"]
 
 FIGURES = {
     "noise_multiplier",
     "grad_noise_multiplier",
-    "histogram_noise_multiplier",
+    "side_noise_multipliers",
     "steps",
     "sampling_rate",
     "epsilon",
@@ -40,7 +41,7 @@ def test_calibrate_gives_the_figures_of_the_paper(capsys: pytest.CaptureFixture[
     assert result["other"]["noise_multiplier"] == pytest.approx(0.67331, abs=1e-5)
     assert result["other"]["grad_noise_multiplier"] == pytest.approx(0.67950, abs=1e-5)
     for figures in (result, result["other"]):
-        assert figures["histogram_noise_multiplier"] == 5.0
+        assert figures["side_noise_multipliers"] == {"histogram_noise_multiplier": 5.0}
         assert (figures["steps"], figures["sampling_rate"]) == (2045, 256 / 104743)
         assert (figures["epsilon"], figures["delta"]) == (2.0, 1 / 104743)
 
@@ -56,13 +57,13 @@ def test_calibrate_swaps_the_accountants(capsys: pytest.CaptureFixture[str]):
 def test_strategies_without_a_side_release(capsys: pytest.CaptureFixture[str], clipping: str):
     result = calibrated(capsys, "--epsilon", "3", *SMALL, "--clipping", clipping)
     for figures in (result, result["other"]):
-        assert figures["histogram_noise_multiplier"] is None
+        assert figures["side_noise_multipliers"] == {}
         assert figures["grad_noise_multiplier"] == figures["noise_multiplier"]
 
 
 def test_andrew_has_a_side_release_of_its_own(capsys: pytest.CaptureFixture[str]):
     result = calibrated(capsys, "--epsilon", "3", *SMALL, "--clipping", "andrew")
-    assert result["histogram_noise_multiplier"] is None
+    assert result["side_noise_multipliers"] == {"2*andrew_count_noise_std": 20.0}
     sigma = result["noise_multiplier"]
     # 1/σ² = 1/σ_T² + 1/(2σ_b)² with σ_b = B/20
     assert result["grad_noise_multiplier"] == pytest.approx((sigma**-2 - (2 * 200 / 20) ** -2) ** -0.5, rel=1e-12)
@@ -70,10 +71,8 @@ def test_andrew_has_a_side_release_of_its_own(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("clipping", ["dc_sgd_p", "dc_sgd_e"])
 def test_histogram_noise_multiplier_is_taken(capsys: pytest.CaptureFixture[str], clipping: str):
-    result = calibrated(
-        capsys, "--epsilon", "3", *SMALL, "--clipping", clipping, "--histogram-noise-multiplier", "7.5"
-    )
-    assert result["histogram_noise_multiplier"] == 7.5
+    result = calibrated(capsys, "--epsilon", "3", *SMALL, "--clipping", clipping, "--clipping-options", SIGMA_H)
+    assert result["side_noise_multipliers"] == {"histogram_noise_multiplier": 7.5}
     expected = grad_noise_multiplier(result["noise_multiplier"], {"histogram_noise_multiplier": 7.5})
     assert result["grad_noise_multiplier"] == expected
 
@@ -159,17 +158,18 @@ def test_tuning_cost_table_says_what_cannot_be_met(capsys: pytest.CaptureFixture
             "expected a finite epochs > 0, got 0.0",
         ),
         (
-            ["--epsilon", "3", *SMALL, "--histogram-noise-multiplier", "0.5"],
-            "expected --histogram-noise-multiplier > noise_multiplier, got 0.5 and 1.19041",
+            ["--epsilon", "3", *SMALL, "--clipping-options", '{"histogram_noise_multiplier": 0.5}'],
+            "target_epsilon = 3 needs noise_multiplier = 1.19, which leaves nothing for the gradient: expected "
+            "histogram_noise_multiplier > noise_multiplier, got 0.5 and 1.19041",
+        ),
+        (["--epsilon", "0.1", *SMALL], "target_epsilon = 0.1 needs noise_multiplier = "),
+        (
+            ["--epsilon", "3", *SMALL, "--clipping", "fixed", "--clipping-options", SIGMA_H],
+            "expected options of fixed (clip_threshold), got histogram_noise_multiplier",
         ),
         (
-            ["--epsilon", "0.1", *SMALL],
-            "expected histogram_noise_multiplier (by default; see --histogram-noise-multiplier) > noise_multiplier, "
-            "got 12 and",
-        ),
-        (
-            ["--epsilon", "3", *SMALL, "--clipping", "fixed", "--histogram-noise-multiplier", "5"],
-            "--clipping fixed releases no histogram, got --histogram-noise-multiplier 5.0",
+            ["--epsilon", "3", *SMALL, "--accountant", "moments"],
+            "expected accountant to be one of rdp, pld, got 'moments'",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_geometry():
     histogram = NoisyHistogram(np.zeros(4), 2.0)
     assert histogram.bins == 4
     assert histogram.edges.tolist() == [0, 0.5, 1, 1.5, 2]
-    assert histogram.middles.tolist() == [0.25, 0.75, 1.25, 1.75]
+    assert histogram.bin_centers.tolist() == [0.25, 0.75, 1.25, 1.75]
     assert not histogram.usable
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_noise import DRAWS, assert_gaussian
 
-from hf_dcsgd.clipping import STRATEGIES, FixedThreshold, build_threshold
+from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, FixedThreshold, NormClipping, strategy
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.privacy.noise import NoiseSource
@@ -20,12 +20,16 @@ every_strategy = pytest.mark.parametrize("clipping", STRATEGIES)
 
 
 def make_plan(**arguments):
+    """A plan; options of strategies may be given by name, and those of others are left out."""
+    clipping = strategy(arguments.get("clipping", "dc_sgd_e"))
+    options = {name: arguments.pop(name) for name in BUILTIN_OPTIONS.keys() & arguments.keys()}
     defaults = {
         "dataset_size": 10_000,
         "expected_batch_size": 256,
         "steps": 50,
         "num_parameters": 6,
         "noise_multiplier": 0.75,
+        "settings": {option.name: options[option.name] for option in clipping.options if option.name in options},
     }
     return PrivacyPlan.create(**(defaults | arguments))
 
@@ -62,8 +66,9 @@ def test_gradient_noise_on_a_million_draws(clipping):
 
 
 def test_histogram_noise_on_a_million_draws():
-    plan = make_plan(clipping="dc_sgd_p", histogram_bins=DRAWS)
-    assert_gaussian(DPMechanism(plan).release(torch.zeros(6)).values["noisy_histogram"], 5.0)
+    mechanism = DPMechanism(make_plan(clipping="dc_sgd_p", histogram_bins=100_000))
+    released = [mechanism.release(torch.zeros(6)).values["noisy_histogram"] for _ in range(DRAWS // 100_000)]
+    assert_gaussian(np.concatenate(released), 5.0)
 
 
 def test_histogram_noise_over_many_steps():
@@ -511,13 +516,44 @@ def test_charges_can_be_agreed_on_before_the_first_step(tmp_path):
 
 def test_a_threshold_other_than_the_planned_one_is_refused():
     plan = make_plan(clipping="dc_sgd_e")
-    with pytest.raises(ValueError, match="expected a 'dc_sgd_e' threshold, got 'fixed'"):
+    with pytest.raises(ValueError, match=r"expected a 'dc_sgd_e' threshold .* got FixedThreshold"):
         DPMechanism(plan, threshold=FixedThreshold(1.0))
     louder = make_plan(clipping="dc_sgd_e", histogram_noise_multiplier=4.0)
     with pytest.raises(ValueError, match=r"side noise multipliers \[5.0\], got \[4.0\]"):
-        DPMechanism(plan, threshold=build_threshold(louder))
-    own = build_threshold(plan)
+        DPMechanism(plan, threshold=strategy("dc_sgd_e").from_plan(louder))
+    own = strategy("dc_sgd_e").from_plan(plan)
     assert DPMechanism(plan, threshold=own).threshold is own
+
+
+def test_a_threshold_under_the_name_of_another_is_refused():
+    """Else a report would state a strategy that was not used."""
+
+    class Smuggled(FixedThreshold):
+        pass
+
+    plan = make_plan(clipping="fixed")
+    with pytest.raises(ValueError, match=r"expected a 'fixed' threshold .* got Smuggled"):
+        DPMechanism(plan, threshold=Smuggled(1.0))
+    mechanism = DPMechanism(plan)
+    with pytest.raises(AttributeError):
+        mechanism.threshold = Smuggled(1.0)
+    mechanism._threshold = Smuggled(1.0)
+    with pytest.raises(ValueError, match="got Smuggled"):
+        mechanism.release(torch.zeros(6))
+    assert mechanism.charged == 0
+
+
+def test_factors_of_a_wrong_strategy_are_cut_to_its_sensitivity(monkeypatch):
+    norms = torch.tensor([0.0, 0.5, 4.0, math.nan, math.inf])
+    mechanism = DPMechanism(make_plan(clipping="fixed"))
+    for wrong in (1.0, math.inf, math.nan, -3.0):
+        monkeypatch.setattr(
+            NormClipping, "clip_factors", lambda self, norms, wrong=wrong: torch.full_like(norms, wrong)
+        )
+        factors = mechanism.clip_factors(norms)
+        assert (factors >= 0).all()
+        assert (factors[:3] * norms[:3] <= mechanism.threshold.sensitivity).all()
+        assert factors[3:].tolist() == [0.0, 0.0]
 
 
 def test_arguments_are_checked(tmp_path):

@@ -50,7 +50,6 @@ REPORT: dict[str, Any] = {
     "noise": {
         "noise_multiplier": 0.48978,
         "grad_noise_multiplier": 0.49214,
-        "histogram_noise_multiplier": 5.0,
         "side_noise_multipliers": {"histogram_noise_multiplier": 5.0},
         "loss_clip": None,
     },
@@ -149,7 +148,7 @@ GLUE QNLI.
 | steps charged but lost | 2 |
 | noise multiplier σ (accounted) | 0.48978 |
 | noise multiplier of the gradient σ_T | 0.49214 |
-| histogram noise multiplier σ_H | 5 |
+| histogram noise multiplier | 5 |
 | clipping | dc_sgd_e, clip_threshold 1, histogram_bins 20 |
 | trained parameters d | 7,680,002 (last_encoder_pooler_classifier) |
 | processes | 2 |

@@ -6,15 +6,18 @@ import math
 import dp_accounting
 import pytest
 
-from hf_dcsgd.clipping import STRATEGIES, build_threshold
+from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.reporting.plan_table import describe_plan
 
 QNLI = {"dataset_size": 104743, "expected_batch_size": 256, "steps": 2045, "num_parameters": 100_000}
 
 
 def make(**arguments):
-    return PrivacyPlan.create(**({**QNLI, "noise_multiplier": 0.75} | arguments))
+    """A plan; options of strategies may be given by name."""
+    settings = {name: arguments.pop(name) for name in BUILTIN_OPTIONS.keys() & arguments.keys()}
+    return PrivacyPlan.create(**({**QNLI, "noise_multiplier": 0.75, "settings": settings} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,7 @@ def test_paper_budget(epsilon, sigma, grad_sigma):
     plan = make(noise_multiplier=None, target_epsilon=epsilon)
     assert plan.noise_multiplier == pytest.approx(sigma, abs=6e-6)
     assert plan.grad_noise_multiplier == pytest.approx(grad_sigma, abs=6e-6)
-    assert plan.histogram_noise_multiplier == 5
+    assert plan.settings["histogram_noise_multiplier"] == 5
     assert plan.delta == 1 / 104743
     assert plan.sampling_rate == 256 / 104743
     assert epsilon - 1e-3 < plan.epsilon() <= epsilon
@@ -37,8 +40,8 @@ def test_theorem_1():
 
 def test_andrew_uses_twice_the_std_of_the_count():
     plan = make(clipping="andrew", noise_multiplier=0.75)
-    assert plan.settings["andrew_noise_multiplier"] == 12.8
-    assert plan.side_noise_multipliers == {"2*andrew_noise_multiplier": 25.6}
+    assert plan.settings["andrew_count_noise_std"] == 12.8
+    assert plan.side_noise_multipliers == {"2*andrew_count_noise_std": 25.6}
     assert plan.grad_noise_multiplier**-2 == pytest.approx(0.75**-2 - 25.6**-2)
 
 
@@ -56,7 +59,9 @@ def test_the_event_costs_what_the_plan_says(clipping, loss_clip):
     plan = make(clipping=clipping, loss_clip=loss_clip)
     orders = [1.5, 2, 4, 8, 16, 32, 64]
     composed = dp_accounting.rdp.RdpAccountant(orders)
-    composed.compose(plan.step_event, plan.steps)
+    releases = [plan.grad_noise_multiplier, *plan.side_noise_multipliers.values()]
+    release = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(multiplier) for multiplier in releases])
+    composed.compose(dp_accounting.PoissonSampledDpEvent(plan.sampling_rate, release), plan.steps)
     single = dp_accounting.rdp.RdpAccountant(orders)
     single.compose(
         dp_accounting.PoissonSampledDpEvent(plan.sampling_rate, dp_accounting.GaussianDpEvent(0.75)), plan.steps
@@ -71,7 +76,7 @@ def test_the_event_costs_what_the_plan_says(clipping, loss_clip):
 @pytest.mark.parametrize("clipping", STRATEGIES)
 def test_the_threshold_asks_for_the_noise_that_is_accounted(clipping):
     plan = make(clipping=clipping)
-    query = build_threshold(plan).side_query
+    query = strategy(clipping).from_plan(plan).side_query
     asked = [] if query is None else [query.noise_multiplier]
     assert asked == list(plan.side_noise_multipliers.values())
 
@@ -89,11 +94,16 @@ def test_round_trip(clipping):
 
 def test_defaults_of_the_paper():
     error, percentile = make(clipping="dc_sgd_e"), make(clipping="dc_sgd_p")
-    assert error.settings == {"clip_threshold": 1.0, "histogram_bins": 20, "histogram_range": 20.0}
+    assert error.settings == {
+        "clip_threshold": 1.0,
+        "histogram_bins": 20,
+        "histogram_range": 20.0,
+        "histogram_noise_multiplier": 5.0,
+    }
     assert percentile.settings == error.settings | {"percentile": 0.5, "histogram_range": 1.0}
     assert PrivacyPlan.create(**QNLI, noise_multiplier=1.0).clipping == "dc_sgd_e"
     for sigma, expected in ((1.9, 5), (2.0, 8), (3.0, 8), (3.1, 12)):
-        assert make(noise_multiplier=sigma).histogram_noise_multiplier == expected
+        assert make(noise_multiplier=sigma).settings["histogram_noise_multiplier"] == expected
 
 
 def test_differences_name_what_changed():
@@ -117,24 +127,24 @@ def test_what_voids_the_guarantee_is_said():
     plan = make(noise_multiplier=0.0)
     assert plan.opt_outs == ("zero_noise",)
     assert plan.epsilon() == math.inf
-    assert "nothing is private" in plan.describe()
+    assert "No noise is added" in describe_plan(plan)
     seeded = make(unsafe_noise_seed=1, opt_outs=("raw_loss_logged",))
     assert seeded.opt_outs == ("raw_loss_logged", "unsafe_noise_seed")
-    assert "unsafe_noise_seed is set" in seeded.describe()
-    assert "raw_loss_logged" in seeded.describe()
-    assert "WARNING" not in make().describe()
+    assert "because of unsafe_noise_seed" in describe_plan(seeded)
+    assert "raw_loss_logged" in describe_plan(seeded)
+    assert "WARNING" not in describe_plan(make())
     for silent in ({"noise_multiplier": 0.0}, {"unsafe_noise_seed": 1}):
         with pytest.raises(ValueError, match="in opt_outs"):
             PrivacyPlan.from_dict(make().to_dict() | silent)
 
 
 def test_description_shows_the_numbers():
-    text = make(noise_multiplier=None, target_epsilon=2).describe()
+    text = describe_plan(make(noise_multiplier=None, target_epsilon=2))
     for shown in ("ε ≤ 2 ", "9.547e-06", "rdp", "2045 steps", "256/104743", "0.75093", "0.75954", "dc_sgd_e"):
         assert shown in text
     assert "smaller one is better practice" in text
-    assert "better practice" not in make(target_delta=1e-6).describe()
-    assert "25.6" in make(clipping="andrew").describe()
+    assert "better practice" not in describe_plan(make(target_delta=1e-6))
+    assert "25.6" in describe_plan(make(clipping="andrew"))
 
 
 def test_epsilon_after_some_steps_and_by_the_other_accountant():
@@ -150,8 +160,8 @@ def test_epsilon_after_some_steps_and_by_the_other_accountant():
         ({"histogram_noise_multiplier": 0.5}, "histogram_noise_multiplier > noise_multiplier, got 0.5 and 0.75"),
         ({"histogram_noise_multiplier": 0.75}, "histogram_noise_multiplier > noise_multiplier, got 0.75 and 0.75"),
         ({"histogram_noise_multiplier": 0.0}, "histogram_noise_multiplier > 0, got 0.0"),
-        ({"clipping": "andrew", "andrew_noise_multiplier": 0.3}, r"2\*andrew_noise_multiplier > noise_mult.* 0.6 and"),
-        ({"clipping": "andrew", "andrew_noise_multiplier": 0.0}, "andrew_noise_multiplier > 0, got 0"),
+        ({"clipping": "andrew", "andrew_count_noise_std": 0.3}, r"2\*andrew_count_noise_std > noise_mult.* 0.6 and"),
+        ({"clipping": "andrew", "andrew_count_noise_std": 0.0}, "andrew_count_noise_std > 0, got 0"),
         ({"target_epsilon": 2.0}, "either target_epsilon or noise_multiplier, got 2.0 and 0.75"),
         ({"noise_multiplier": None}, "either target_epsilon or noise_multiplier, got None and None"),
         ({"noise_multiplier": -1.0}, "noise_multiplier >= 0, got -1.0"),
@@ -164,10 +174,11 @@ def test_epsilon_after_some_steps_and_by_the_other_accountant():
         ({"steps": 2.5}, "steps >= 1, got 2.5"),
         ({"num_parameters": 0}, "num_parameters >= 1, got 0"),
         ({"accountant": "moments"}, "one of rdp, pld, got 'moments'"),
-        ({"clipping": "quantile"}, "one of fixed, .*, got 'quantile'"),
+        ({"clipping": "quantile"}, "one of .*fixed.*, got 'quantile'"),
         ({"loss_noise_multiplier": 5.0}, "both or neither of loss_clip and loss_noise_multiplier, got None and 5.0"),
         ({"loss_clip": -1.0}, "loss_clip > 0, got -1.0"),
-        ({"histogram_range": math.inf}, "finite histogram_range, got inf"),
+        ({"clipping": "fixed", "percentile": 0.5}, r"options of fixed \(clip_threshold\), got percentile"),
+        ({"histogram_range": math.inf}, "finite histogram_range > 0, got inf"),
     ],
 )
 def test_arguments_are_checked(arguments, message):
@@ -178,4 +189,4 @@ def test_arguments_are_checked(arguments, message):
 def test_zero_is_not_taken_for_a_missing_value():
     for arguments in ({"histogram_range": 0.0}, {"clip_threshold": 0.0}, {"histogram_bins": 0}):
         with pytest.raises(ValueError, match=next(iter(arguments))):
-            build_threshold(make(**arguments))
+            make(**arguments)

@@ -60,7 +60,7 @@ def test_numbers_of_a_whole_run(tmp_path: Path):
     side = found["noise"]["side_noise_multipliers"]
     precision = found["noise"]["grad_noise_multiplier"] ** -2 + sum(value**-2 for value in side.values())
     assert precision == pytest.approx(SIGMA**-2)
-    assert found["noise"]["histogram_noise_multiplier"] == 5.0
+    assert found["noise"]["side_noise_multipliers"] == {"histogram_noise_multiplier": 5.0}
     assert found["clipping"] == {"strategy": "dc_sgd_e", "settings": dict(plan.settings)}
     assert found["model"]["class"] == "FeatureClassifier"
     assert found["model"]["num_parameters"] == 83
@@ -293,7 +293,7 @@ def test_the_page_of_every_strategy(tmp_path: Path, strategy: str):
     read = PageReader(page)
     with_histogram = strategy in STRATEGIES_WITH_HISTOGRAM
     assert len(read.images) == {True: 3, False: 1 if strategy == "auto_clip" else 2}[with_histogram]
-    assert ("σ_H" in read.text) == with_histogram
+    assert ("histogram noise multiplier" in read.text) == with_histogram
     assert ("no threshold to plot" in read.text) == (strategy == "auto_clip")
     assert not read.fetched
     assert not re.search(r"url\(|@import", page)

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,14 +16,19 @@ from hf_dcsgd.clipping import (
     STRATEGIES,
     AndrewThreshold,
     AutoClip,
+    ClippingThreshold,
     DuThreshold,
     ExpectedErrorThreshold,
     FixedThreshold,
     NormClipping,
     PercentileThreshold,
-    build_threshold,
+    PublicNumbers,
+    StrategyOption,
     expected_squared_error,
-    minimise_expected_squared_error,
+    minimize_expected_squared_error,
+    register_strategy,
+    strategy,
+    strategy_names,
 )
 
 BINS = 20
@@ -33,7 +37,7 @@ UNIT_VARIANCE = 1e5 / 256**2
 
 
 def percentile_threshold(clip_threshold=1.0, percentile=0.5, histogram_range=1.0, **arguments):
-    defaults = {"bins": BINS, "histogram_noise_multiplier": 5.0, "expected_batch_size": 256}
+    defaults = {"histogram_bins": BINS, "histogram_noise_multiplier": 5.0, "expected_batch_size": 256}
     return PercentileThreshold(
         clip_threshold, percentile=percentile, histogram_range=histogram_range, **(defaults | arguments)
     )
@@ -44,14 +48,19 @@ def error_threshold(clip_threshold=1.0, histogram_range=20.0, **arguments):
         "grad_noise_multiplier": 1.0,
         "num_parameters": 100_000,
         "expected_batch_size": 256,
-        "bins": BINS,
+        "histogram_bins": BINS,
         "histogram_noise_multiplier": 5.0,
     }
     return ExpectedErrorThreshold(clip_threshold, histogram_range=histogram_range, **(defaults | arguments))
 
 
 def andrew_threshold(clip_threshold=1.0, **arguments):
-    defaults = {"percentile": 0.5, "learning_rate": 0.2, "noise_std": 12.8, "expected_batch_size": 256}
+    defaults = {
+        "percentile": 0.5,
+        "andrew_learning_rate": 0.2,
+        "andrew_count_noise_std": 12.8,
+        "expected_batch_size": 256,
+    }
     return AndrewThreshold(clip_threshold, **(defaults | arguments))
 
 
@@ -60,8 +69,8 @@ MAKERS = {
     "dc_sgd_p": percentile_threshold,
     "dc_sgd_e": error_threshold,
     "andrew": andrew_threshold,
-    "du": lambda: DuThreshold(1.0, decay=0.5, steps=100),
-    "auto_clip": lambda: AutoClip(gamma=0.01),
+    "du": lambda: DuThreshold(1.0, du_decay=0.5, steps=100),
+    "auto_clip": lambda: AutoClip(auto_clip_gamma=0.01),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
@@ -109,14 +118,13 @@ def test_threshold_stays_finite_and_positive_whatever_is_released(name, data):
         assert_usable(threshold)
 
 
-@every_strategy
+@pytest.mark.parametrize("name", [name for name, make in MAKERS.items() if make().side_query])
 @pytest.mark.parametrize("value", [0.0, -1.0, -1e38, 1e38, 1e300, 1e-300, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["all", "first", "last"])
-def test_the_same_extreme_for_ever(name, value, where):
+def test_the_same_extreme_forever(name, value, where):
     threshold = MAKERS[name]()
-    side = np.zeros(threshold.side_query.size if threshold.side_query else 0)
-    if len(side):
-        side[{"all": slice(None), "first": 0, "last": -1}[where]] = value
+    side = np.zeros(threshold.side_query.size)
+    side[{"all": slice(None), "first": 0, "last": -1}[where]] = value
     for _ in range(300):
         feed(threshold, side)
     assert_usable(threshold)
@@ -244,21 +252,6 @@ def test_half_precision_norms_are_taken_in_fp32(name):
 
 
 @every_strategy
-def test_an_update_costs_well_under_a_millisecond(name):
-    rng = np.random.default_rng(0)
-    best = math.inf
-    for _ in range(5):
-        threshold = MAKERS[name]()
-        size = threshold.side_query.size if threshold.side_query else 0
-        sides = rng.normal(13, 5, (200, size))
-        start = time.process_time()
-        for side in sides:
-            feed(threshold, side)
-        best = min(best, (time.process_time() - start) / len(sides))
-    assert best < 0.5e-3
-
-
-@every_strategy
 def test_states_and_side_values_are_checked(name):
     threshold = MAKERS[name]()
     good = threshold.state_dict()
@@ -319,7 +312,7 @@ def literal_algorithm_4(counts, clip_threshold, histogram_range, unit_variance):
 )
 @settings(deadline=None, max_examples=60)
 def test_algorithm_4_agrees_with_plain_loops(counts, start, histogram_range):
-    strategy = error_threshold(start, histogram_range, bins=len(counts))
+    strategy = error_threshold(start, histogram_range, histogram_bins=len(counts))
     strategy.update(np.array(counts, dtype=float))
     expected = literal_algorithm_4(counts, start, histogram_range, UNIT_VARIANCE)
     found = strategy.clip_threshold, strategy.histogram_range
@@ -363,7 +356,7 @@ def test_figure_5_threshold_with_noise():
     for seed in range(500):
         counts, rng = figure_5_sample(seed)
         noisy = counts + rng.normal(0, 5, BINS)
-        literal.append(minimise_expected_squared_error(1.0, middles, noisy, UNIT_VARIANCE))
+        literal.append(minimize_expected_squared_error(1.0, middles, noisy, UNIT_VARIANCE))
         strategy = error_threshold(histogram_range=120.0)
         strategy.update(noisy)
         projected.append(strategy.clip_threshold)
@@ -407,7 +400,7 @@ def test_raw_counts_would_break_the_search_and_projected_ones_do_not():
     for seed in range(1000):
         noisy = np.random.default_rng(seed).normal(0, 5, BINS)
         noisy[0] += 256
-        endless += minimise_expected_squared_error(1.0, middles, noisy, UNIT_VARIANCE) is None
+        endless += minimize_expected_squared_error(1.0, middles, noisy, UNIT_VARIANCE) is None
         strategy = error_threshold()
         strategy.update(noisy)
         assert 0.1 <= strategy.clip_threshold <= 2
@@ -423,7 +416,7 @@ def test_a_search_without_an_end_keeps_the_threshold():
     assert strategy.clip_threshold == pytest.approx(5.6, abs=0.2)
     # A negative count in the last bin makes the error fall without bound.
     counts = np.array([10.0] + [0.0] * 18 + [-9.0])
-    assert minimise_expected_squared_error(1.0, np.arange(20) + 0.5, counts, 0.0) is None
+    assert minimize_expected_squared_error(1.0, np.arange(20) + 0.5, counts, 0.0) is None
 
 
 @pytest.mark.parametrize(
@@ -438,7 +431,7 @@ def test_a_search_without_an_end_keeps_the_threshold():
     ],
 )
 def test_range_rule_sees_raw_counts(counts, factor):
-    strategy = error_threshold(histogram_range=8.0, bins=4)
+    strategy = error_threshold(histogram_range=8.0, histogram_bins=4)
     strategy.update(np.array(counts, dtype=float))
     assert strategy.histogram_range == 8.0 * factor
 
@@ -491,7 +484,7 @@ def test_noisy_histogram_is_warned_of_once(make, caplog):
     ],
 )
 def test_algorithm_3(counts, percentile, index):
-    strategy = percentile_threshold(percentile=percentile, histogram_range=8.0, bins=4)
+    strategy = percentile_threshold(percentile=percentile, histogram_range=8.0, histogram_bins=4)
     strategy.update(np.array(counts, dtype=float))
     assert strategy.clip_threshold == 2 * index + 1
     assert strategy.histogram_range == 2 * strategy.clip_threshold
@@ -531,7 +524,7 @@ def test_fixed_never_moves():
 
 
 def test_du_decays_with_the_step():
-    threshold = DuThreshold(2.0, decay=0.25, steps=4)
+    threshold = DuThreshold(2.0, du_decay=0.25, steps=4)
     seen = []
     for _ in range(5):
         seen.append(threshold.clip_threshold)
@@ -541,7 +534,7 @@ def test_du_decays_with_the_step():
 
 
 def test_auto_clip_normalises():
-    factors = AutoClip(gamma=0.01).clip_factors(torch.tensor([0.0, 0.99, 99.99]))
+    factors = AutoClip(auto_clip_gamma=0.01).clip_factors(torch.tensor([0.0, 0.99, 99.99]))
     assert factors.tolist() == pytest.approx([100, 1, 0.01])
 
 
@@ -581,14 +574,14 @@ def test_andrew_finds_the_quantile():
         (lambda: FixedThreshold(math.nan), "clip_threshold > 0, got nan"),
         (lambda: FixedThreshold(1e31), "clip_threshold <= 1e\\+30, got 1e\\+31"),
         (lambda: percentile_threshold(percentile=50), "percentile < 1, got 50"),
-        (lambda: percentile_threshold(bins=1), "histogram_bins >= 2, got 1"),
+        (lambda: percentile_threshold(histogram_bins=1), "histogram_bins >= 2, got 1"),
         (lambda: error_threshold(histogram_range=0), "histogram_range > 0, got 0"),
         (lambda: error_threshold(histogram_noise_multiplier=0), "histogram_noise_multiplier > 0, got 0"),
         (lambda: error_threshold(num_parameters=0), "num_parameters >= 1, got 0"),
-        (lambda: andrew_threshold(learning_rate=-1), "andrew_learning_rate > 0, got -1"),
-        (lambda: andrew_threshold(noise_std=0), "andrew_noise_multiplier > 0, got 0"),
-        (lambda: DuThreshold(1.0, decay=0, steps=5), "du_decay > 0, got 0"),
-        (lambda: AutoClip(gamma=0), "auto_clip_gamma > 0, got 0"),
+        (lambda: andrew_threshold(andrew_learning_rate=-1), "andrew_learning_rate > 0, got -1"),
+        (lambda: andrew_threshold(andrew_count_noise_std=0), "andrew_count_noise_std > 0, got 0"),
+        (lambda: DuThreshold(1.0, du_decay=0, steps=5), "0 < du_decay < 1, got 0"),
+        (lambda: AutoClip(auto_clip_gamma=0), "auto_clip_gamma > 0, got 0"),
     ],
 )
 def test_arguments_are_checked(make, message):
@@ -596,29 +589,77 @@ def test_arguments_are_checked(make, message):
         make()
 
 
-def test_every_strategy_is_built_from_a_plan():
+@every_strategy
+def test_every_strategy_is_built_from_a_plan(name):
+    numbers = PublicNumbers(noise_multiplier=0.75, expected_batch_size=256, steps=10)
+    given = {} if name == "auto_clip" else {"clip_threshold": 0.5}
     plan = SimpleNamespace(
-        settings={
-            "clip_threshold": 0.5,
-            "percentile": 0.5,
-            "histogram_bins": 10,
-            "histogram_range": 3.0,
-            "andrew_learning_rate": 0.2,
-            "andrew_noise_multiplier": 12.8,
-            "du_decay": 0.5,
-            "auto_clip_gamma": 0.01,
-        },
-        histogram_noise_multiplier=5.0,
+        settings=strategy(name).resolve(given, numbers),
         grad_noise_multiplier=1.0,
         num_parameters=100,
-        expected_batch_size=256,
-        steps=10,
+        **numbers._asdict(),
     )
-    for name in STRATEGIES:
-        plan.clipping = name
-        threshold = build_threshold(plan)
-        assert threshold.name == name
-        assert threshold.sensitivity == (1.0 if name == "auto_clip" else 0.5)
-    plan.clipping = "quantile"
-    with pytest.raises(ValueError, match=r"one of fixed, .* got 'quantile'"):
-        build_threshold(plan)
+    threshold = strategy(name).from_plan(plan)
+    assert type(threshold) is strategy(name)
+    assert threshold.name == name
+    assert threshold.sensitivity == (1.0 if name == "auto_clip" else 0.5)
+    asked = [] if threshold.side_query is None else [threshold.side_query.noise_multiplier]
+    assert asked == list(strategy(name).side_noise_multipliers(plan.settings).values())
+
+
+@every_strategy
+def test_side_noise_can_be_asked_for(name):
+    numbers = PublicNumbers(noise_multiplier=0.75, expected_batch_size=256, steps=10)
+    settings = strategy(name).resolve(strategy(name).side_noise_options(1.25), numbers)
+    assert set(strategy(name).side_noise_multipliers(settings).values()) <= {1.25}
+
+
+def test_settings_are_resolved_and_checked():
+    numbers = PublicNumbers(noise_multiplier=2.5, expected_batch_size=256, steps=10)
+    resolved = strategy("dc_sgd_e").resolve({"histogram_bins": 7, "histogram_range": None}, numbers)
+    assert resolved == {
+        "clip_threshold": 1.0,
+        "histogram_bins": 7,
+        "histogram_range": 7.0,
+        "histogram_noise_multiplier": 8.0,
+    }
+    with pytest.raises(ValueError, match=r"options of fixed \(clip_threshold\), got percentile"):
+        strategy("fixed").resolve({"percentile": 0.5}, numbers)
+    with pytest.raises(TypeError, match="clip_threshold to be a number, got '1'"):
+        strategy("fixed").resolve({"clip_threshold": "1"}, numbers)
+    with pytest.raises(ValueError, match="settings clip_threshold, du_decay for du, got clip_threshold"):
+        strategy("du").checked({"clip_threshold": 1.0})
+
+
+# --- the registry -------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_are_refused_with_those_that_exist():
+    assert set(strategy_names()) == set(MAKERS)
+    with pytest.raises(ValueError, match=r"clipping to be one of .*fixed.*, got 'quantile'"):
+        strategy("quantile")
+
+
+def test_what_cannot_be_registered():
+    class Nameless(NormClipping):
+        title, summary = "t", "s"
+
+    with pytest.raises(ValueError, match=r"Nameless\.name to be a text, got None"):
+        register_strategy(Nameless)
+
+    class Impostor(NormClipping):
+        name, title, summary = "fixed", "t", "s"
+
+    with pytest.raises(ValueError, match=r"new name for clipping, got 'fixed', which is .*FixedThreshold"):
+        register_strategy(Impostor)
+
+    class OtherMeaning(NormClipping):
+        name, title, summary = "other", "t", "s"
+        options = (StrategyOption("clip_threshold", 3.0, "Another default.", lambda name, value: value),)
+
+    with pytest.raises(ValueError, match="another name for the option 'clip_threshold' of other"):
+        register_strategy(OtherMeaning)
+    for incomplete in (object, ClippingThreshold):
+        with pytest.raises(ValueError, match="complete subclass of ClippingThreshold"):
+            register_strategy(incomplete)
+    assert set(strategy_names()) == set(MAKERS)

@@ -502,7 +502,7 @@ def test_private(tmp_path: Path) -> None:
     output = trainer.train()
     plan = trainer.plan
     assert plan.noise_multiplier**-2 == pytest.approx(
-        plan.grad_noise_multiplier**-2 + plan.histogram_noise_multiplier**-2 + multiplier**-2
+        plan.grad_noise_multiplier**-2 + plan.settings["histogram_noise_multiplier"] ** -2 + multiplier**-2
     )
     assert plan.opt_outs == ()
     cut, uncut = mean_loss(trainer, feature_rows()[:batch], clip), mean_loss(trainer, feature_rows()[:batch])

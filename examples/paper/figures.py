@@ -60,7 +60,7 @@ def draw_percentiles(axes: Axes, bins: int, seed: int) -> None:
             threshold = PercentileThreshold(
                 1.0,
                 percentile=float(percentile),
-                bins=bins,
+                histogram_bins=bins,
                 histogram_range=histogram_range,
                 histogram_noise_multiplier=multiplier,
                 expected_batch_size=EXPECTED_BATCH_SIZE,
@@ -87,13 +87,13 @@ def draw_errors(axes: Axes, bins: int, seed: int) -> None:
             grad_noise_multiplier=GRAD_NOISE_MULTIPLIER,
             num_parameters=NUM_PARAMETERS,
             expected_batch_size=EXPECTED_BATCH_SIZE,
-            bins=bins,
+            histogram_bins=bins,
             histogram_range=histogram_range,
             histogram_noise_multiplier=multiplier,
         )
         threshold.update(histogram.noisy_counts)
         where = np.append(candidates, threshold.clip_threshold)
-        estimate = expected_squared_error(where, histogram.middles, histogram.projected(), UNIT_VARIANCE)
+        estimate = expected_squared_error(where, histogram.bin_centers, histogram.projected(), UNIT_VARIANCE)
         label = f"$\\sigma_H$ = {multiplier:g}: $C$ = {threshold.clip_threshold:.1f}"
         axes.plot(candidates, estimate[:-1], color=color, linewidth=1.4, label=label)
         axes.plot(where[-1], estimate[-1], "D", color=color, markersize=5)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_dcsgd.clipping import strategy
 from hf_dcsgd.trainer import DCSGDTrainer
-from hf_dcsgd.training_args import DCSGDTrainingArguments
+from hf_dcsgd.training_args import DCSGDTrainingArguments, clipping_arguments
 
 Row = dict[str, Tensor]
 
@@ -76,9 +77,8 @@ def probe_trainer(
     settings: dict[str, Any] = {
         "clipping": clipping,
         "noise_multiplier": NOISE_MULTIPLIER,
-        "histogram_noise_multiplier": SIDE_NOISE_MULTIPLIER,
-        "andrew_noise_multiplier": SIDE_NOISE_MULTIPLIER / 2,
         "clip_threshold": CLIP_THRESHOLD,
+        **clipping_arguments(strategy(clipping).side_noise_options(SIDE_NOISE_MULTIPLIER)),
         "per_device_train_batch_size": EXPECTED_BATCH_SIZE // MICRO_BATCHES // world_size,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_steps": 1_000_000,

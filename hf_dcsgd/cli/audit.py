@@ -3,7 +3,8 @@
 import argparse
 import json
 
-from hf_dcsgd.cli.shared import STRATEGIES, Subparsers, add_json_argument, add_subcommand
+from hf_dcsgd.cli.shared import Subparsers, add_json_argument, add_subcommand
+from hf_dcsgd.clipping import STRATEGIES
 
 
 def add_parser(subparsers: Subparsers) -> None:

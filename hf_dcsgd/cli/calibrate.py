@@ -6,8 +6,6 @@ import sys
 from typing import Any
 
 from hf_dcsgd.cli.shared import (
-    HISTOGRAM_STRATEGIES,
-    STRATEGIES,
     Subparsers,
     add_budget_arguments,
     add_json_argument,
@@ -16,6 +14,7 @@ from hf_dcsgd.cli.shared import (
     note_default_delta,
     training_figures,
 )
+from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.reporting.format import rounded_up
 
 
@@ -36,43 +35,37 @@ def add_parser(subparsers: Subparsers) -> None:
     add_training_arguments(parser)
     parser.add_argument(
         "--accountant",
-        choices=("rdp", "pld"),
         default="rdp",
-        help="which accountant to calibrate with; the other is shown beside it (default: rdp, as in the paper; "
-        "pld is tighter: less noise for the same guarantee)",
+        help="which accountant to calibrate with; another is shown beside it (default: rdp, as in the paper; pld is "
+        "tighter: less noise for the same guarantee)",
     )
     parser.add_argument(
         "--clipping",
         choices=STRATEGIES,
         default="dc_sgd_e",
-        help="the strategy for the clipping threshold; fixed, du and auto_clip release no side value, so σ_T = σ "
-        "(default: dc_sgd_e)",
+        help="the strategy for the clipping threshold; σ_T = σ for those without a side release (default: dc_sgd_e)",
     )
     parser.add_argument(
-        "--histogram-noise-multiplier",
-        type=float,
-        metavar="SIGMA_H",
-        help="σ_H of dc_sgd_e and dc_sgd_p, above σ (default: 5; 8 when 2 <= σ <= 3; 12 when σ > 3)",
+        "--clipping-options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="options of that strategy, such as '{\"histogram_noise_multiplier\": 6}'",
     )
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from hf_dcsgd.validation import require
+    from hf_dcsgd.privacy.accounting import ACCOUNTANTS
 
-    side = arguments.histogram_noise_multiplier
-    require(
-        side is None or arguments.clipping in HISTOGRAM_STRATEGIES,
-        f"--clipping {arguments.clipping} releases no histogram, got --histogram-noise-multiplier {side}",
-    )
-    sampling_rate, steps, delta = training_figures(arguments)
-    result = _calibrated(arguments, arguments.accountant, sampling_rate, steps, delta)
-    other = "pld" if arguments.accountant == "rdp" else "rdp"
+    _, steps, delta = training_figures(arguments)
+    result = _calibrated(arguments, arguments.accountant, steps, delta)
+    other = next(name for name in ACCOUNTANTS if name != arguments.accountant)
     try:
-        result["other"] = _calibrated(arguments, other, sampling_rate, steps, delta)
+        result["other"] = _calibrated(arguments, other, steps, delta)
     except ValueError as error:  # the figures asked for stand without the second opinion
-        multipliers = ("noise_multiplier", "grad_noise_multiplier", "histogram_noise_multiplier")
-        result["other"] = {**result, **dict.fromkeys(multipliers), "accountant": other}
+        unknown = dict.fromkeys(("noise_multiplier", "grad_noise_multiplier"))
+        result["other"] = {**result, **unknown, "side_noise_multipliers": {}, "accountant": other}
         print(f"note: nothing by {other}: {error}", file=sys.stderr)
     note_default_delta(arguments)
     if arguments.json:
@@ -82,31 +75,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrated(
-    arguments: argparse.Namespace, accountant: str, sampling_rate: float, steps: int, delta: float
-) -> dict[str, Any]:
-    from hf_dcsgd.privacy import accounting
+def _calibrated(arguments: argparse.Namespace, accountant: str, steps: int, delta: float) -> dict[str, Any]:
+    from hf_dcsgd.privacy.plan import PrivacyPlan
 
-    sigma = accounting.calibrate_noise_multiplier(
-        epsilon=arguments.epsilon, delta=delta, sampling_rate=sampling_rate, steps=steps, accountant=accountant
+    plan = PrivacyPlan.create(
+        dataset_size=arguments.dataset_size,
+        expected_batch_size=arguments.batch_size,
+        steps=steps,
+        num_parameters=1,  # σ does not depend on it
+        target_epsilon=arguments.epsilon,
+        target_delta=delta,
+        accountant=accountant,
+        clipping=arguments.clipping,
+        settings=arguments.clipping_options,
     )
-    histogram = None
-    sides = {}
-    if arguments.clipping in HISTOGRAM_STRATEGIES:
-        histogram, name = arguments.histogram_noise_multiplier, "--histogram-noise-multiplier"
-        if histogram is None:
-            histogram = accounting.default_histogram_noise_multiplier(sigma)
-            name = "histogram_noise_multiplier (by default; see --histogram-noise-multiplier)"
-        sides = {name: histogram}
-    elif arguments.clipping == "andrew":
-        # σ_b = B/20 on bits centred at ±½, whose sensitivity is ½: a multiplier of 2σ_b.
-        sides = {"twice andrew's sigma_b (batch size / 10)": arguments.batch_size / 10}
     return {
-        "noise_multiplier": sigma,
-        "grad_noise_multiplier": accounting.grad_noise_multiplier(sigma, sides),
-        "histogram_noise_multiplier": histogram,
+        "noise_multiplier": plan.noise_multiplier,
+        "grad_noise_multiplier": plan.grad_noise_multiplier,
+        "side_noise_multipliers": plan.side_noise_multipliers,
         "steps": steps,
-        "sampling_rate": sampling_rate,
+        "sampling_rate": plan.sampling_rate,
         "epsilon": arguments.epsilon,
         "delta": delta,
         "accountant": accountant,
@@ -114,9 +102,6 @@ def _calibrated(
 
 
 def _calibrate_table(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
-    rows = [("noise_multiplier", "σ, accounted"), ("grad_noise_multiplier", "σ_T, on the gradient")]
-    if arguments.clipping in HISTOGRAM_STRATEGIES:
-        rows.append(("histogram_noise_multiplier", "σ_H, on the histogram"))
     columns = (result, result["other"])
     lines = [
         f"(ε = {arguments.epsilon:g}, δ = {result['delta']:.4g})-DP with clipping {arguments.clipping}",
@@ -125,7 +110,13 @@ def _calibrate_table(arguments: argparse.Namespace, result: dict[str, Any]) -> s
         "",
         f"{'':50}" + "".join(f"{column['accountant']:>12}" for column in columns),
     ]
-    for key, meaning in rows:
-        figures = ("-" if column[key] is None else rounded_up(column[key], decimals=6) for column in columns)
-        lines.append(f"{key:28}{meaning:22}" + "".join(f"{figure:>12}" for figure in figures))
+    for key, meaning in (("noise_multiplier", "σ, accounted"), ("grad_noise_multiplier", "σ_T, on the gradient")):
+        lines.append(f"{key:28}{meaning:22}" + "".join(f"{_figure(column[key]):>12}" for column in columns))
+    for key in result["side_noise_multipliers"]:
+        sides = (column["side_noise_multipliers"].get(key) for column in columns)
+        lines.append(f"{key:28}{'on the side release':22}" + "".join(f"{_figure(side):>12}" for side in sides))
     return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else rounded_up(value, decimals=6)

@@ -7,9 +7,6 @@ from typing import Any
 
 Subparsers = Any  # argparse keeps the type of add_subparsers() to itself
 
-HISTOGRAM_STRATEGIES = ("dc_sgd_e", "dc_sgd_p")
-STRATEGIES = (*HISTOGRAM_STRATEGIES, "fixed", "andrew", "du", "auto_clip")
-
 
 def add_subcommand(
     subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], **texts: str

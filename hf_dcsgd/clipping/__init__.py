@@ -1,25 +1,28 @@
-"""Clipping strategies: one contract (:mod:`.base`), six ways to set the threshold."""
-
-from __future__ import annotations
-
-from typing import Any
+"""Clipping strategies: one contract (`base.py`), one file and class for each way to set the threshold."""
 
 from hf_dcsgd.clipping.andrew import AndrewThreshold
 from hf_dcsgd.clipping.auto_clip import AutoClip
-from hf_dcsgd.clipping.base import ClippingThreshold, NormClipping, SideQuery
+from hf_dcsgd.clipping.base import ClippingThreshold, NormClipping, PublicNumbers, Released, SideQuery
 from hf_dcsgd.clipping.dc_sgd import (
     ExpectedErrorThreshold,
     HistogramThreshold,
     PercentileThreshold,
+    default_histogram_noise_multiplier,
     expected_squared_error,
-    minimise_expected_squared_error,
+    minimize_expected_squared_error,
 )
 from hf_dcsgd.clipping.du import DuThreshold
 from hf_dcsgd.clipping.fixed import FixedThreshold
+from hf_dcsgd.clipping.options import StrategyOption
+from hf_dcsgd.clipping.registry import STRATEGIES, register_strategy, strategy, strategy_names
 
-STRATEGIES: tuple[str, ...] = ("fixed", "dc_sgd_p", "dc_sgd_e", "andrew", "du", "auto_clip")
+# Options of the strategies above, each once. Those of other packages come later, by `register_strategy`.
+BUILTIN_OPTIONS: dict[str, StrategyOption] = {
+    option.name: option for known in STRATEGIES.values() for option in known.options
+}
 
 __all__ = [
+    "BUILTIN_OPTIONS",
     "STRATEGIES",
     "AndrewThreshold",
     "AutoClip",
@@ -30,49 +33,14 @@ __all__ = [
     "HistogramThreshold",
     "NormClipping",
     "PercentileThreshold",
+    "PublicNumbers",
+    "Released",
     "SideQuery",
-    "build_threshold",
+    "StrategyOption",
+    "default_histogram_noise_multiplier",
     "expected_squared_error",
-    "minimise_expected_squared_error",
+    "minimize_expected_squared_error",
+    "register_strategy",
+    "strategy",
+    "strategy_names",
 ]
-
-
-def build_threshold(plan: Any) -> ClippingThreshold:
-    """The strategy that a privacy plan names, with the numbers that the plan accounts for."""
-    settings = plan.settings
-    match plan.clipping:
-        case "fixed":
-            return FixedThreshold(settings["clip_threshold"])
-        case "dc_sgd_p":
-            return PercentileThreshold(
-                settings["clip_threshold"], percentile=settings["percentile"], **_histogram_arguments(plan)
-            )
-        case "dc_sgd_e":
-            return ExpectedErrorThreshold(
-                settings["clip_threshold"],
-                grad_noise_multiplier=plan.grad_noise_multiplier,
-                num_parameters=plan.num_parameters,
-                **_histogram_arguments(plan),
-            )
-        case "andrew":
-            return AndrewThreshold(
-                settings["clip_threshold"],
-                percentile=settings["percentile"],
-                learning_rate=settings["andrew_learning_rate"],
-                noise_std=settings["andrew_noise_multiplier"],
-                expected_batch_size=plan.expected_batch_size,
-            )
-        case "du":
-            return DuThreshold(settings["clip_threshold"], decay=settings["du_decay"], steps=plan.steps)
-        case "auto_clip":
-            return AutoClip(gamma=settings["auto_clip_gamma"])
-    raise ValueError(f"expected clipping to be one of {', '.join(STRATEGIES)}, got {plan.clipping!r}")
-
-
-def _histogram_arguments(plan: Any) -> dict[str, Any]:
-    return {
-        "bins": plan.settings["histogram_bins"],
-        "histogram_range": plan.settings["histogram_range"],
-        "histogram_noise_multiplier": plan.histogram_noise_multiplier,
-        "expected_batch_size": plan.expected_batch_size,
-    }

@@ -6,14 +6,18 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
-from hf_dcsgd.clipping.base import NormClipping, Released, SideQuery, bounded, require_threshold
+from hf_dcsgd.clipping.base import NormClipping, PublicNumbers, Released, SideQuery, bounded
 from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
-from hf_dcsgd.validation import require_count, require_fraction, require_non_negative, require_positive
+from hf_dcsgd.clipping.options import PERCENTILE, StrategyOption, require_threshold
+from hf_dcsgd.clipping.registry import register_strategy
+from hf_dcsgd.validation import require, require_count, require_non_negative, require_positive
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -22,23 +26,53 @@ _CANDIDATES = np.arange(1, 21) / 10
 _MAX_ROUNDS = 64
 _STALLED_SHARE = 0.25
 _NOISY_SHARE = 0.1
+_MOST_BINS = 100_000
+
+
+def _require_bins(name: str, value: int) -> int:
+    require(value <= _MOST_BINS, f"expected {name} <= {_MOST_BINS}, got {value}")
+    return require_count(name, value, minimum=2)
+
+
+BINS = StrategyOption("histogram_bins", 20, "The number of bins of the histogram of norms.", _require_bins, int)
+RANGE = StrategyOption(
+    "histogram_range",
+    None,
+    "The first range R of the histogram. Default: histogram_bins for dc_sgd_e, 1 for dc_sgd_p.",
+    require_threshold,
+)
+NOISE_MULTIPLIER = StrategyOption(
+    "histogram_noise_multiplier",
+    None,
+    "The noise multiplier σ_H of the histogram, which must exceed σ. Default, by the paper's rule: 5, or 8 when "
+    "2 ≤ σ ≤ 3, or 12 when σ > 3.",
+    require_positive,
+)
+
+
+def default_histogram_noise_multiplier(noise_multiplier: float) -> float:
+    """Return σ_H by the paper's rule: 5; 8 when 2 ≤ σ ≤ 3; 12 when σ > 3."""
+    require_non_negative("noise_multiplier", noise_multiplier)
+    if noise_multiplier > 3:
+        return 12.0
+    return 8.0 if noise_multiplier >= 2 else 5.0
 
 
 def expected_squared_error(
     thresholds: np.ndarray, norms: np.ndarray, counts: np.ndarray, unit_variance: float
 ) -> np.ndarray:
-    """E(C) of the paper for each threshold: ``unit_variance·C² + Σ counts·max(norms − C, 0)² / Σ counts``.
+    """E(C) of the paper for each threshold: `unit_variance·C² + Σ counts·max(norms − C, 0)² / Σ counts`.
 
-    ``unit_variance`` is σ_T²·d/B², the variance of the released gradient per unit of C².
+    `unit_variance` is σ_T²·d/B², the variance of the released gradient per unit of C².
     """
     shortfall = np.maximum(norms - thresholds[:, None], 0.0)
     return unit_variance * thresholds**2 + (shortfall * shortfall) @ (counts / counts.sum())
 
 
-def minimise_expected_squared_error(
+def minimize_expected_squared_error(
     start: float, norms: np.ndarray, counts: np.ndarray, unit_variance: float
 ) -> float | None:
-    """Algorithm 4's search: the best of 0.1C … 2.0C, again from a winner at either end; ``None`` after 64 rounds.
+    """Algorithm 4's search: the best of 0.1C … 2.0C, again from a winner at either end; `None` after 64 rounds.
 
     With non-negative counts E is convex and the search ends; with raw noisy counts it may not.
     """
@@ -58,19 +92,22 @@ class HistogramThreshold(NormClipping):
     C and R move only on counts that are finite and whose total S′ is positive; else both are kept.
     """
 
+    options = (*NormClipping.options, BINS, RANGE, NOISE_MULTIPLIER)
+    public_numbers: ClassVar[tuple[str, ...]] = ("expected_batch_size",)
+
     def __init__(
         self,
         clip_threshold: float,
         *,
-        bins: int,
+        histogram_bins: int,
         histogram_range: float,
         histogram_noise_multiplier: float,
         expected_batch_size: int,
     ) -> None:
         super().__init__(clip_threshold)
-        self._bins = require_count("histogram_bins", bins, minimum=2)
-        self._range = require_threshold("histogram_range", histogram_range)
-        self._noise_multiplier = require_positive("histogram_noise_multiplier", histogram_noise_multiplier)
+        self._bins = BINS.checked(histogram_bins)
+        self._range = RANGE.checked(histogram_range)
+        self._noise_multiplier = NOISE_MULTIPLIER.checked(histogram_noise_multiplier)
         self._expected_batch_size = require_count("expected_batch_size", expected_batch_size)
         relative_noise = self._noise_multiplier * math.sqrt(self._bins) / self._expected_batch_size
         if relative_noise > _NOISY_SHARE:
@@ -85,6 +122,26 @@ class HistogramThreshold(NormClipping):
                 100 * _NOISY_SHARE,
             )
 
+    @classmethod
+    def default_settings(cls, settings: Mapping[str, Any], numbers: PublicNumbers) -> dict[str, Any]:
+        return {
+            "histogram_range": cls.default_range(settings["histogram_bins"]),
+            "histogram_noise_multiplier": default_histogram_noise_multiplier(numbers.noise_multiplier),
+        }
+
+    @staticmethod
+    @abstractmethod
+    def default_range(histogram_bins: int) -> float:
+        """Return R of the first step."""
+
+    @classmethod
+    def side_noise_multipliers(cls, settings: Mapping[str, Any]) -> dict[str, float]:
+        return {"histogram_noise_multiplier": settings["histogram_noise_multiplier"]}
+
+    @classmethod
+    def side_noise_options(cls, noise_multiplier: float) -> dict[str, Any]:
+        return {"histogram_noise_multiplier": noise_multiplier}
+
     @property
     def histogram_range(self) -> float:
         """R of the current step: public, as it is a function of released values."""
@@ -97,56 +154,69 @@ class HistogramThreshold(NormClipping):
     def side_contribution(self, per_example_norms: torch.Tensor) -> torch.Tensor:
         return norm_histogram(per_example_norms, self._range, self._bins)
 
-    def _release(self, noisy_side: np.ndarray) -> Released:
+    def advance(self, noisy_side: np.ndarray) -> Released:
         histogram = NoisyHistogram(noisy_side, self._range)
         values: Released = {
-            "clip_threshold": self._clip_threshold,
+            "clip_threshold": self.clip_threshold,
             "histogram_range": self._range,
             "noisy_histogram": noisy_side.tolist(),
         }
         if histogram.usable:
-            values["noisy_clip_fraction"] = histogram.fraction_above(self._clip_threshold)
+            values["noisy_clip_fraction"] = histogram.fraction_above(self.clip_threshold)
             threshold, histogram_range = self._next(histogram)
-            self._clip_threshold, self._range = bounded(threshold), bounded(histogram_range)
+            self.move_to(threshold)
+            self._range = bounded(histogram_range)
         return values
 
     @abstractmethod
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
         """(C, R) of the next step, from usable counts."""
 
-    def _state(self) -> dict[str, Any]:
-        return {**super()._state(), "histogram_range": self._range}
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "histogram_range": self._range}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        histogram_range = require_threshold("histogram_range", state["histogram_range"])
-        super()._load(state)
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        histogram_range = RANGE.checked(state["histogram_range"])
+        super().load_own_state(state)
         self._range = histogram_range
 
 
+@register_strategy
 class PercentileThreshold(HistogramThreshold):
-    """Algorithm 3: C is the middle of the bin where the running (raw) count reaches p·S′; R = 2C."""
+    """Algorithm 3: C is the center of the bin where the running (raw) count reaches p·S′; R = 2C."""
 
     name = "dc_sgd_p"
+    title = "DC-SGD-P"
+    summary = "a percentile of the norms"
+    options = (*HistogramThreshold.options, PERCENTILE)
 
     def __init__(self, clip_threshold: float, *, percentile: float, **histogram: Any) -> None:
         super().__init__(clip_threshold, **histogram)
-        self._percentile = require_fraction("percentile", percentile)
+        self._percentile = PERCENTILE.checked(percentile)
+
+    @staticmethod
+    def default_range(histogram_bins: int) -> float:
+        return 1.0
 
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
         reached = np.cumsum(histogram.noisy_counts) >= self._percentile * histogram.total
         index = int(np.argmax(reached)) if reached.any() else histogram.bins - 1
-        threshold = bounded(float(histogram.middles[index]))
+        threshold = bounded(float(histogram.bin_centers[index]))
         return threshold, 2 * threshold
 
 
+@register_strategy
 class ExpectedErrorThreshold(HistogramThreshold):
-    """Algorithm 4: C minimises the expected squared error of the released gradient; R doubles or halves.
+    """Algorithm 4: C minimizes the expected squared error of the released gradient; R doubles or halves.
 
     The error is computed on the counts projected onto the simplex, where it is convex and the search ends; the rule
     for R sees the raw counts. A search that does not end within 64 rounds keeps C.
     """
 
     name = "dc_sgd_e"
+    title = "DC-SGD-E"
+    summary = "least expected squared error; nothing to tune"
+    public_numbers = ("expected_batch_size", "grad_noise_multiplier", "num_parameters")
 
     def __init__(
         self,
@@ -163,15 +233,19 @@ class ExpectedErrorThreshold(HistogramThreshold):
         self._unit_variance = noise_multiplier**2 * num_parameters / expected_batch_size**2
         self._warned = False
 
+    @staticmethod
+    def default_range(histogram_bins: int) -> float:
+        return float(histogram_bins)
+
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
         return self._next_threshold(histogram), self._next_range(histogram)
 
     def _next_threshold(self, histogram: NoisyHistogram) -> float:
         counts = histogram.projected()
         if not counts.sum() > 0:  # only when rounding ate a total that is tiny beside the counts
-            return self._clip_threshold
-        best = minimise_expected_squared_error(self._clip_threshold, histogram.middles, counts, self._unit_variance)
-        return self._clip_threshold if best is None else best
+            return self.clip_threshold
+        best = minimize_expected_squared_error(self.clip_threshold, histogram.bin_centers, counts, self._unit_variance)
+        return self.clip_threshold if best is None else best
 
     def _next_range(self, histogram: NoisyHistogram) -> float:
         counts, total, bins = histogram.noisy_counts, histogram.total, histogram.bins

@@ -1,7 +1,7 @@
 """Per-example gradient norms → counts → noisy histogram (Algorithm 2 of the paper).
 
 Guarantee. One example adds exactly 1 to exactly one bin, whatever its norm is (NaN and infinite norms included), so
-the counts have L2 sensitivity 1 under adding or removing one example. Everything that :class:`NoisyHistogram` computes
+the counts have L2 sensitivity 1 under adding or removing one example. Everything that `NoisyHistogram` computes
 is post-processing of the released noisy counts and costs no privacy.
 """
 
@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from hf_dcsgd.validation import require, require_positive
 
+if TYPE_CHECKING:
+    import torch
+
 
 def norm_histogram(per_example_norms: torch.Tensor, histogram_range: float, bins: int) -> torch.Tensor:
-    """Private fp32 counts of shape ``(bins,)``; bin ``min(bins - 1, floor(bins × norm / range))``.
+    """Private fp32 counts of shape `(bins,)`; bin `min(bins - 1, floor(bins × norm / range))`.
 
     The last bin takes everything beyond the range, and every norm that is not finite. No example: all zeros.
     """
+    import torch  # here, as strategies are declared where torch is not loaded
+
     norms = per_example_norms.detach().reshape(-1).float()
     position = torch.nan_to_num(norms * (bins / histogram_range), nan=torch.inf).clamp(0, bins - 1)
     index = position.floor().long()
@@ -30,7 +35,7 @@ def norm_histogram(per_example_norms: torch.Tensor, histogram_range: float, bins
 
 @dataclass(frozen=True)
 class NoisyHistogram:
-    """Released counts (noisy, possibly negative) over ``bins`` equal bins of ``[0, histogram_range]``."""
+    """Released counts (noisy, possibly negative) over `bins` equal bins of `[0, histogram_range]`."""
 
     noisy_counts: np.ndarray
     histogram_range: float
@@ -47,17 +52,17 @@ class NoisyHistogram:
 
     @property
     def edges(self) -> np.ndarray:
-        """The ``bins + 1`` edges, from 0 to the range."""
+        """The `bins + 1` edges, from 0 to the range."""
         return np.arange(self.bins + 1) * (self.histogram_range / self.bins)
 
     @property
-    def middles(self) -> np.ndarray:
-        """The middle of each bin: the norm that its members are taken to have."""
+    def bin_centers(self) -> np.ndarray:
+        """The center of each bin: the norm that its members are taken to have."""
         return (np.arange(self.bins) + 0.5) * (self.histogram_range / self.bins)
 
     @cached_property
     def total(self) -> float:
-        """S′, the noisy number of examples: it stands in for the realised batch size, which is private."""
+        """S′, the noisy number of examples: it stands in for the realized batch size, which is private."""
         with np.errstate(over="ignore", invalid="ignore"):
             return float(self.noisy_counts.sum())
 
@@ -77,12 +82,12 @@ class NoisyHistogram:
         return np.maximum(counts - excess[kept - 1], 0.0) * scale
 
     def projected(self) -> np.ndarray:
-        """The nearest point to the noisy counts on the simplex {x ≥ 0, Σx = S′}; needs ``usable`` counts."""
+        """The nearest point to the noisy counts on the simplex {x ≥ 0, Σx = S′}; needs `usable` counts."""
         require(self.usable, f"expected finite counts with a positive total, got a total of {self.total}")
         return self._projected
 
     def fraction_above(self, threshold: float) -> float:
-        """Estimated fraction of norms above ``threshold``, spreading each projected count evenly over its bin.
+        """Estimated fraction of norms above `threshold`, spreading each projected count evenly over its bin.
 
         Beyond the range nothing is known, so a threshold at or above it gives 0.
         """

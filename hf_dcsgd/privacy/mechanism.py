@@ -1,7 +1,7 @@
 """One step of the private mechanism: sum over ranks, noise once, release, next threshold, all charged beforehand.
 
-Guarantee. Let the sum handed to :meth:`DPMechanism.release` be ``Σ fᵢ·gᵢ`` with the factors that
-:meth:`DPMechanism.clip_factors` gave for this logical batch. Then what a release returns, and every later threshold,
+Guarantee. Let the sum handed to `release` be `Σ fᵢ·gᵢ` with the factors that
+`clip_factors` gave for this logical batch. Then what a release returns, and every later threshold,
 follows from one Gaussian mechanism with noise multiplier σ on one Poisson sample (Theorem 1 of the paper). The
 gradient gets σ_T times the very sensitivity that the factors were computed with, the side value and the loss their own
 multipliers. Noise enters once per logical batch, on the main process. The step is charged before its noise is drawn.
@@ -9,10 +9,10 @@ multipliers. Noise enters once per logical batch, on the main process. The step 
 | edge case | behaviour |
 |---|---|
 | empty logical batch, on some ranks or all | a noise-only release, charged as any other |
-| budget spent | :class:`BudgetExhausted` before anything is charged, drawn or reduced, on every rank alike |
+| budget spent | `BudgetExhausted` before anything is charged, drawn or reduced, on every rank alike |
 | NaN or infinite norm | factor 0, counted in the last bin |
-| NaN or infinite loss | counts as ``loss_clip`` |
-| state loaded in the middle of a logical batch | ``RuntimeError``: its factors belong to another threshold |
+| NaN or infinite loss | counts as `loss_clip` |
+| state loaded in the middle of a logical batch | `RuntimeError`: its factors belong to another threshold |
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dcsgd.clipping import ClippingThreshold, build_threshold
-from hf_dcsgd.clipping.base import Released
+from hf_dcsgd.clipping import ClippingThreshold, Released, strategy
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.privacy.plan import PrivacyPlan
@@ -40,7 +39,7 @@ class BudgetExhausted(RuntimeError):  # noqa: N818 (a planned end, not a fault)
 
 @dataclass(frozen=True)
 class NoisyRelease:
-    """What one step makes public: ``(Σ fᵢ·gᵢ + noise)/B``, the noisy mean loss, and values that are safe to log."""
+    """What one step makes public: `(Σ fᵢ·gᵢ + noise)/B`, the noisy mean loss, and values that are safe to log."""
 
     noisy_gradient: torch.Tensor
     noisy_loss: float | None
@@ -60,7 +59,7 @@ class _LogicalBatch:
 class DPMechanism:
     """Owns the step of one run: see the module's guarantee.
 
-    ``all_reduce`` sums a tensor over ranks in place; give it on every rank or on none. Only the main process adds
+    `all_reduce` sums a tensor over ranks in place; give it on every rank or on none. Only the main process adds
     noise and holds the ledger.
     """
 
@@ -78,8 +77,8 @@ class DPMechanism:
         # Without the sum over ranks, another process would hand back its own part, which carries no noise.
         require(is_main_process or all_reduce is not None, "expected all_reduce outside the main process, got None")
         self.plan = plan
-        self.threshold = build_threshold(plan) if threshold is None else threshold
-        _require_accounted(plan, self.threshold)
+        self._threshold = strategy(plan.clipping).from_plan(plan) if threshold is None else threshold
+        _require_accounted(plan, self._threshold)
         self._noise = noise
         self._ledger = ledger
         self._all_reduce = all_reduce
@@ -89,6 +88,11 @@ class DPMechanism:
         self._released = 0
         self._charged = 0 if ledger is None else ledger.charged
         self._agreed = all_reduce is None
+
+    @property
+    def threshold(self) -> ClippingThreshold:
+        """The clipping strategy that the plan names. It cannot be replaced: the report states what the plan says."""
+        return self._threshold
 
     @property
     def released(self) -> int:
@@ -102,7 +106,7 @@ class DPMechanism:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the next release would raise :class:`BudgetExhausted`."""
+        """Whether the next release would raise `BudgetExhausted`."""
         return self._charged >= self.plan.steps
 
     def epsilon(self) -> float:
@@ -127,12 +131,12 @@ class DPMechanism:
             assert per_example_losses is not None
             loss = _clipped_loss_sum(per_example_losses, self.plan.loss_clip)
             batch.loss = loss if batch.loss is None else batch.loss + loss
-        return self.threshold.clip_factors(per_example_norms)
+        return _bounded_factors(self.threshold, per_example_norms)
 
     def release(self, clipped_sum: torch.Tensor) -> NoisyRelease:
         """Complete the logical batch: charge, add noise, sum over ranks, divide by B, move the threshold.
 
-        ``clipped_sum`` is this rank's fp32 ``Σ fᵢ·gᵢ`` of shape ``(num_parameters,)``, zeros for no example.
+        `clipped_sum` is this rank's fp32 `Σ fᵢ·gᵢ` of shape `(num_parameters,)`, zeros for no example.
         """
         require(
             clipped_sum.shape == (self.plan.num_parameters,),
@@ -197,7 +201,7 @@ class DPMechanism:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. Charges are never taken back: those after the checkpoint stay charged.
 
-        Where there is a ledger it must contain the checkpoint's witness, else :class:`LedgerError`.
+        Where there is a ledger it must contain the checkpoint's witness, else `LedgerError`.
         """
         if self._batch.sensitivity is not None:
             raise RuntimeError(
@@ -218,6 +222,7 @@ class DPMechanism:
 
     def _queries(self, clipped_sum: torch.Tensor) -> dict[str, tuple[SensitiveSum, float]]:
         """What this step asks of the data: each private sum with its sensitivity, and its noise multiplier."""
+        _require_accounted(self.plan, self.threshold)
         sensitivity = self.threshold.sensitivity
         if self._batch.sensitivity not in (None, sensitivity):
             raise RuntimeError(
@@ -254,6 +259,13 @@ class DPMechanism:
         return dict(zip(queries, parts, strict=True))
 
 
+def _bounded_factors(threshold: ClippingThreshold, per_example_norms: torch.Tensor) -> torch.Tensor:
+    """Return the strategy's factors, cut to fᵢ·nᵢ ≤ sensitivity: the guarantee does not rest on its arithmetic."""
+    norms = per_example_norms.detach().float()
+    factors = threshold.clip_factors(per_example_norms).clamp(min=0.0).minimum(threshold.sensitivity / norms)
+    return factors.where(norms.isfinite() & factors.isfinite(), 0.0)
+
+
 def _clipped_loss_sum(per_example_losses: torch.Tensor, loss_clip: float) -> torch.Tensor:
     """fp32 sum, shape (1,), of losses cut to [0, loss_clip]: one example moves it by at most loss_clip."""
     losses = torch.nan_to_num(per_example_losses.detach().float(), nan=loss_clip, posinf=loss_clip, neginf=0.0)
@@ -261,8 +273,13 @@ def _clipped_loss_sum(per_example_losses: torch.Tensor, loss_clip: float) -> tor
 
 
 def _require_accounted(plan: PrivacyPlan, threshold: ClippingThreshold) -> None:
-    """A threshold that asks for other noise than the plan accounts for would break the guarantee."""
-    require(threshold.name == plan.clipping, f"expected a {plan.clipping!r} threshold, got {threshold.name!r}")
-    planned = [value for name, value in plan.side_noise_multipliers.items() if name != "loss_noise_multiplier"]
+    """Refuse a threshold that is not what the plan says, or asks for other noise than the plan accounts for."""
+    named = strategy(plan.clipping)
+    require(
+        type(threshold) is named,
+        f"expected a {plan.clipping!r} threshold ({named.__name__}), got {type(threshold).__name__}: register it as a "
+        "strategy of its own",
+    )
+    planned = list(named.side_noise_multipliers(plan.settings).values())
     asked = [] if threshold.side_query is None else [threshold.side_query.noise_multiplier]
     require(asked == planned, f"expected a threshold with the plan's side noise multipliers {planned}, got {asked}")

@@ -25,15 +25,16 @@ from dataclasses import dataclass
 from dp_accounting import rdp
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
-from hf_dcsgd.privacy.accountants import (
+from hf_dcsgd.privacy.accounting import (
     LOW_RDP_ORDERS,
     RDP_ORDERS,
-    quiet_orders,
-    rdp_of_one_step,
-    run_event,
+    AccountedRun,
+    calibrate_noise_multiplier,
+    epsilon_spent,
     smallest_noise_multiplier,
+    suppress_order_warnings,
+    with_rounding_error,
 )
-from hf_dcsgd.privacy.accounting import calibrate_noise_multiplier, epsilon_spent
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
 
 METHODS = ("rdp_composition", "lt", "papernot_steinke_poisson", "papernot_steinke_tnb")
@@ -57,40 +58,6 @@ class TuningCost:
     note: str
 
 
-def total_epsilon(
-    *,
-    method: str,
-    noise_multiplier: float,
-    runs: int,
-    sampling_rate: float,
-    steps: int,
-    delta: float,
-    tnb_shape: float = DEFAULT_TNB_SHAPE,
-) -> float:
-    """ε at the total `delta` of tuning with `runs` runs of `steps` steps at multiplier σ: an upper bound, by RDP."""
-    _require_method(method)
-    require_count("runs", runs)
-    require_count("steps", steps)
-    require_fraction("delta", delta)
-    require_non_negative("noise_multiplier", noise_multiplier)
-    if noise_multiplier == 0:
-        return math.inf
-    if method == "rdp_composition":
-        return epsilon_spent(
-            noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=runs * steps, delta=delta
-        )
-    if method == "lt":
-        per_run_delta = _lt_per_run_delta(delta, runs)
-        if per_run_delta <= 0:
-            return math.inf
-        per_run = epsilon_spent(
-            noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps, delta=per_run_delta
-        )
-        return 3 * per_run + 3 * math.sqrt(2 * per_run_delta)
-    shape = _shape(method, tnb_shape)
-    return _repeat_and_select_epsilon(noise_multiplier, sampling_rate, steps, delta, runs, shape, RDP_ORDERS)
-
-
 def tuning_cost(
     *,
     method: str,
@@ -101,9 +68,10 @@ def tuning_cost(
     steps: int,
     tnb_shape: float = DEFAULT_TNB_SHAPE,
 ) -> TuningCost:
-    """The smallest σ per run with which tuning by `method` costs at most (`epsilon`, `delta`) in total.
+    """Return the smallest σ per run with which tuning by `method` costs at most (`epsilon`, `delta`) in total.
 
-    `total_epsilon` with the returned σ is ≤ `epsilon`. A budget out of the method's reach is an answer, not an error.
+    With the returned σ the total is at most `epsilon`, never on the wrong side of it. A budget out of the method's
+    reach is an answer, not an error.
     """
     _require_method(method)
     require_positive("epsilon", epsilon)
@@ -138,7 +106,7 @@ def tuning_costs(
     steps: int,
     tnb_shape: float = DEFAULT_TNB_SHAPE,
 ) -> list[TuningCost]:
-    """`tuning_cost` by every method, in the order of `METHODS`."""
+    """Return `tuning_cost` by every method, in the order of `METHODS`."""
     return [
         tuning_cost(
             method=method,
@@ -151,28 +119,6 @@ def tuning_costs(
         )
         for method in METHODS
     ]
-
-
-def cheapest_method(
-    *,
-    epsilon: float,
-    delta: float,
-    runs: int,
-    sampling_rate: float,
-    steps: int,
-    tnb_shape: float = DEFAULT_TNB_SHAPE,
-) -> TuningCost:
-    """The method that lets every run use the least noise; ValueError when none meets the budget."""
-    costs = tuning_costs(
-        epsilon=epsilon, delta=delta, runs=runs, sampling_rate=sampling_rate, steps=steps, tnb_shape=tnb_shape
-    )
-    met = [cost for cost in costs if cost.noise_multiplier is not None]
-    if not met:
-        raise ValueError(
-            f"no tuning method meets epsilon={epsilon:g} at delta={delta:g} with runs={runs}, "
-            f"sampling_rate={sampling_rate:g}, steps={steps}"
-        )
-    return min(met, key=lambda cost: cost.noise_multiplier or math.inf)
 
 
 def _lt_cutoff(runs: int) -> float:
@@ -195,52 +141,35 @@ def _calibrated(epsilon: float, delta: float, sampling_rate: float, steps: int) 
         return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _repeat_and_select_epsilon(
-    noise_multiplier: float,
-    sampling_rate: float,
-    steps: int,
-    delta: float,
-    runs: int,
-    shape: float,
-    orders: tuple[float, ...],
-) -> float:
-    run = run_event(noise_multiplier, sampling_rate, steps)
-    accountant = rdp.RdpAccountant(orders)
-    with quiet_orders():
-        accountant.compose(RepeatAndSelectDpEvent(run, mean=float(runs), shape=shape))
-    return float(accountant.get_epsilon(delta))
-
-
 @functools.lru_cache(maxsize=256)
 def _repeat_and_select_sigma(
     epsilon: float, delta: float, sampling_rate: float, steps: int, runs: int, shape: float
 ) -> float | None:
-    """Roughly on few orders first, then on all that can matter.
+    def epsilon_of(sigma: float) -> float:
+        run = with_rounding_error(AccountedRun(sigma, sampling_rate, steps).event, steps)
+        return repeat_and_select_epsilon(RepeatAndSelectDpEvent(run, mean=float(runs), shape=shape), delta)
 
-    Fewer orders overstate ε, so both searches are safe. An order whose divergence alone is beyond the budget cannot
-    take part in the best bound, and most are: at a usual budget all but the smallest, which are also the fastest.
+    return smallest_noise_multiplier(epsilon_of, epsilon)
+
+
+@functools.lru_cache(maxsize=1024)
+def repeat_and_select_epsilon(event: RepeatAndSelectDpEvent, delta: float) -> float:
+    """Return ε by Rényi divergences, without the slow high orders where they cannot help.
+
+    Fewer orders overstate ε, so leaving some out is safe. It is also tight: the divergence of a single run rises with
+    the order, and an order at which it is beyond the bound alone cannot take part in a better one.
     """
-
-    def epsilon_of(orders: tuple[float, ...], sigma: float) -> float:
-        return _repeat_and_select_epsilon(sigma, sampling_rate, steps, delta, runs, shape, orders)
-
-    start = None
-    for orders in (LOW_RDP_ORDERS[::3], RDP_ORDERS):
-        start = start or smallest_noise_multiplier(
-            functools.partial(epsilon_of, orders), epsilon, factor=1.5, tolerance=1e-3
-        )
-    if start is None:
-        return None
-    divergences = steps * rdp_of_one_step(start, sampling_rate)
-    useful = tuple(
-        order
-        for order, divergence in zip(RDP_ORDERS, divergences, strict=True)
-        if (1 - 1 / order) * divergence <= epsilon + 1
-    )
-    return smallest_noise_multiplier(
-        functools.partial(epsilon_of, useful), epsilon, guess=start, factor=1.01, tolerance=1e-7
-    )
+    run = rdp.RdpAccountant(LOW_RDP_ORDERS[-1:])
+    run.compose(event.event)
+    best = math.inf
+    for orders in (LOW_RDP_ORDERS, RDP_ORDERS):
+        accountant = rdp.RdpAccountant(orders)
+        with suppress_order_warnings():
+            accountant.compose(event)
+        best = min(best, float(accountant.get_epsilon(delta)))
+        if run.rdp[0] > best + 1:
+            break
+    return best
 
 
 def _shape(method: str, tnb_shape: float) -> float:

@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedTokenizerBase
 from transformers.modelcard import TASK_MAPPING, TrainingSummary
 
+from hf_dcsgd.clipping import strategy
 from hf_dcsgd.reporting.format import rounded_up, shown_number
 from hf_dcsgd.reporting.schema import PrivacyReport
 from hf_dcsgd.reporting.snippets import fenced, literal, model_code, plain_value, usage
@@ -36,14 +37,6 @@ TRAJECTORY_FILENAME = "clip_threshold.png"
 PAPER = {
     "title": "DC-SGD: Differentially Private SGD with Dynamic Clipping through Gradient Norm Distribution Estimation",
     "authors": "Chengkun Wei and Weixian Li and Chen Gong and Wenzhi Chen",
-}
-_STRATEGY_NAMES = {
-    "fixed": "DP-SGD (a fixed clipping threshold)",
-    "dc_sgd_e": "DC-SGD-E",
-    "dc_sgd_p": "DC-SGD-P",
-    "andrew": "DP-SGD and adaptive clipping by Andrew et al.",
-    "du": "DP-SGD and the decaying clipping threshold of Du et al.",
-    "auto_clip": "DP-SGD and automatic clipping (AUTO-S)",
 }
 # How a model was trained, beside the privacy options. Nothing that could hold a seed, a token or a path is here.
 _TRAINING_ARGUMENTS = (
@@ -105,7 +98,7 @@ def render_card(report: PrivacyReport, facts: CardFacts) -> str:
         **report,
         facts=facts,
         metadata=card_metadata(report, facts).to_yaml(),
-        strategy=_STRATEGY_NAMES[report["clipping"]["strategy"]],
+        strategy=strategy(report["clipping"]["strategy"]).title,
         alone=", this run alone" if report["earlier_spending"] else "",
         nominal="" if report["guarantee"]["holds"] else ", nominal, NOT a guarantee",
         paper=PAPER,

@@ -24,9 +24,10 @@ from typing import Any
 
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.privacy.ledger import LedgerError, LedgerRun, PrivacyLedger
-from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.reporting.earlier import Past
 from hf_dcsgd.reporting.format import parameter_groups, rounded_up
+from hf_dcsgd.reporting.plan_table import opt_out_text
 from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, read_trace, software_versions
 from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport
 from hf_dcsgd.runs.files import as_json, write_atomically
@@ -37,18 +38,13 @@ logger = logging.getLogger(__name__)
 JSON_FILENAME = "privacy_report.json"
 HTML_FILENAME = "privacy_report.html"
 
-OPT_OUT_TEXTS = {
-    RAW_TRAIN_LOSS: "The raw training loss was logged. It is computed from private examples without noise.",
-    UNSAFE_NOISE_SEED: "Noise and sampling came from a fixed seed. Whoever knows it can subtract the noise.",
-    ZERO_NOISE: "No noise was added.",
-}
 NOTES = (
     "The evaluation data are not protected: metrics are computed from them without noise.",
     "Gaussian noise is drawn in floating point. Attacks on its finite precision are not covered by the guarantee.",
     "The guarantee is for this one run. Choosing among several runs on the same data costs more.",
 )
 # Second opinions by PLD use a grid ten times coarser: half a second instead of five, and still an upper bound.
-_COARSER = 10.0
+_GRID_SCALE = 10.0
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -99,7 +95,6 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
         "noise": {
             "noise_multiplier": plan.noise_multiplier,
             "grad_noise_multiplier": plan.grad_noise_multiplier,
-            "histogram_noise_multiplier": plan.histogram_noise_multiplier,
             "side_noise_multipliers": plan.side_noise_multipliers,
             "loss_clip": plan.loss_clip,
         },
@@ -172,10 +167,7 @@ def try_to_write_report(run_dir: str | os.PathLike[str]) -> Path | None:
 
 
 def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
-    opt_outs: list[OptOut] = [
-        {"name": name, "text": OPT_OUT_TEXTS.get(name, "An option outside the guarantee was used.")}
-        for name in plan.opt_outs
-    ]
+    opt_outs: list[OptOut] = [{"name": name, "text": opt_out_text(name)} for name in plan.opt_outs]
     inherited = past.inherited.runs if past.dismissed is None else ()
     voided = sorted({name for run in inherited for name in run.opt_outs})
     if voided:
@@ -237,7 +229,7 @@ def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
         steps=steps,
         delta=plan.delta,
         accountant=accountant,
-        coarser=_COARSER,
+        grid_scale=_GRID_SCALE,
     )
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dcsgd.checks.arguments import OTHER_DATA
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.privacy.registry import open_private, registry_path
@@ -45,9 +46,6 @@ logger = logging.getLogger(__name__)
 CONFIG_KEY = "privacy_spent"
 SPENT_FILENAME = "privacy_spent.json"
 REGISTRY_FILENAME = "trained_weights.jsonl"
-# The values of the argument `earlier_spending`: count what the weights had spent, or leave it out by name.
-COUNTED, OTHER_DATA = "count", "other_data"
-EARLIER_SPENDING_CHOICES = (COUNTED, OTHER_DATA)
 
 _DIGESTED_VALUES = 1024
 # A tensor of a few numbers could be met by chance; a few dozen of the large ones are enough to know a model by.

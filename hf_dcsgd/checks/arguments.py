@@ -1,0 +1,147 @@
+"""Training arguments that cannot be private, contradict each other or would waste a budget: refused by name."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+
+from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.privacy.accounting import ACCOUNTANTS, MAX_NOISE_MULTIPLIER
+from hf_dcsgd.validation import require, require_count, require_fraction, require_kind, require_positive
+
+if TYPE_CHECKING:
+    from hf_dcsgd.training_args import DCSGDTrainingArguments
+
+SAMPLING_STRATEGIES = ("random", "group_by_length")
+TRAIN_LOSS_MODES = ("off", "private", "raw")
+# What to do about earlier runs on the same weights: count what they spent, or leave it out by name.
+COUNTED, OTHER_DATA = "count", "other_data"
+EARLIER_SPENDING_CHOICES = (COUNTED, OTHER_DATA)
+TRUNK_CACHE_MODES = ("off", "on", "auto")
+TRUNK_CACHE_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def refuse_incompatible_arguments(args: TrainingArguments) -> None:
+    """Raise `ValueError` for an argument under which training would not be private.
+
+    Takes the values as given, before transformers parses them: it would ask for packages that cannot be used anyway.
+    """
+    checkpointing = as_mapping("gradient_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
+    refusals = {
+        "fp16": (args.fp16, "its gradient scaler skips steps depending on private data; use bf16 or fp32"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "the batch size sets the sampling rate and so ε; choose it with per_device_train_batch_size",
+        ),
+        "deepspeed": (
+            args.deepspeed is not None,
+            "DeepSpeed owns gradients and optimizer, so noise cannot enter exactly once; use plain data parallelism "
+            "(accelerate launch --multi_gpu) and, for memory, trainable_layers or LoRA",
+        ),
+        "fsdp": (
+            bool(args.fsdp),
+            "sharded parameters have no whole per-example gradient on any rank; use plain data parallelism "
+            "(accelerate launch --multi_gpu) and, for memory, trainable_layers or LoRA",
+        ),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in ("no", False),
+            "the number of tokens drawn is private; leave it at 'no'",
+        ),
+        "train_sampling_strategy": (
+            args.train_sampling_strategy not in SAMPLING_STRATEGIES,
+            f"the guarantee needs Poisson sampling; expected one of {', '.join(SAMPLING_STRATEGIES)}",
+        ),
+        "optim": (
+            any(word in str(getattr(args.optim, "value", args.optim)) for word in ("lomo", "layerwise")),
+            "it steps inside the backward pass, before the noise; use another optimizer",
+        ),
+        "neftune_noise_alpha": (
+            args.neftune_noise_alpha is not None,
+            "its noise on an example is scaled by the padded length of the batch, so examples affect each other",
+        ),
+        "gradient_checkpointing_kwargs": (
+            args.gradient_checkpointing and bool(checkpointing.get("use_reentrant")),
+            "reentrant checkpointing hides the gradients of single layers; use {'use_reentrant': False}",
+        ),
+        "debug": (
+            "underflow_overflow" in str(args.debug),
+            "it prints activations of private examples; look for overflows on public data instead",
+        ),
+        "skip_memory_metrics": (
+            not args.skip_memory_metrics,
+            "memory in use follows the sizes of the private batches; leave it at True",
+        ),
+    }
+    for name, (refused, reason) in refusals.items():
+        if refused:
+            raise ValueError(f"{name}={getattr(args, name)} cannot be used for private training: {reason}")
+
+
+def require_sound_optimization(args: TrainingArguments) -> None:
+    """Refuse what would turn the weights into NaN after the budget is spent, or fail inside the optimizer."""
+    for name in ("learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor"):
+        value: Any = getattr(args, name)
+        require_kind(name, value, float)
+        if not (float(value) >= 0 and math.isfinite(value)):
+            raise ValueError(f"expected {name} >= 0 and finite, got {value:g}")
+    if args.label_smoothing_factor > 1:
+        raise ValueError(f"expected label_smoothing_factor in [0, 1], got {args.label_smoothing_factor:g}")
+
+
+def _one_of(choices: Collection[str], name: str, value: str) -> None:
+    require(value in choices, f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
+
+
+def _require_noise_multiplier(name: str, value: float) -> None:
+    most = MAX_NOISE_MULTIPLIER
+    require_positive(name, value)
+    require(value <= most, f"expected {name} <= {most:g}, got {value}: nothing but noise would be left")
+
+
+_BUDGET: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
+    "target_epsilon": (float, require_positive),
+    "target_delta": (float, require_fraction),
+    "noise_multiplier": (float, _require_noise_multiplier),
+    "accountant": (str, functools.partial(_one_of, ACCOUNTANTS)),
+    "clipping": (str, functools.partial(_one_of, STRATEGIES)),
+    "trainable_layers": (str, lambda name, value: None),
+    "log_train_loss": (str, functools.partial(_one_of, TRAIN_LOSS_MODES)),
+    "trunk_cache": (str, functools.partial(_one_of, TRUNK_CACHE_MODES)),
+    "trunk_cache_dir": (str, lambda name, value: None),
+    "trunk_cache_dtype": (str, functools.partial(_one_of, TRUNK_CACHE_DTYPES)),
+    "earlier_spending": (str, functools.partial(_one_of, EARLIER_SPENDING_CHOICES)),
+    "loss_clip": (float, require_positive),
+    "loss_noise_multiplier": (float, require_positive),
+    "unsafe_noise_seed": (int, functools.partial(require_count, minimum=0)),
+}
+
+
+def require_sound_budget(args: DCSGDTrainingArguments) -> None:
+    """Refuse privacy options of a wrong kind or value. Those of clipping strategies are checked by the strategies."""
+    for name, (kind, check) in _BUDGET.items():
+        value = getattr(args, name)
+        if value is not None or getattr(type(args), name) is not None:  # None where that is the default
+            require_kind(name, value, kind)
+            check(name, value)
+    require(
+        args.target_epsilon is None or args.noise_multiplier is None,
+        f"expected one of target_epsilon and noise_multiplier, got both: {args.target_epsilon} and "
+        f"{args.noise_multiplier}",
+    )
+
+
+def as_mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """Return a mapping that may still be JSON text, as it comes from the command line."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"expected {name} as JSON text, got {value!r}: {error}") from error
+    if value is not None and not isinstance(value, dict):
+        raise TypeError(f"expected {name} to be a mapping, got {value!r}")
+    return value
