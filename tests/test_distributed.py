@@ -220,7 +220,7 @@ def test_the_unsafe_seed_repeats_a_run_whatever_the_global_seeds_are(pair: Path)
 )
 def test_ranks_that_disagree_stop_together_and_name_the_numbers(pair: Path, what: str, named: str) -> None:
     for rank in saw(pair, "disagreement"):
-        assert rank[what].startswith("RuntimeError: the processes disagree on public numbers")
+        assert rank[what].startswith("RuntimeError: the processes disagree")
         assert named in rank[what]
 
 
