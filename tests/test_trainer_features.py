@@ -85,7 +85,8 @@ def test_callbacks_see_noised_gradients_before_each_optimizer_step(tmp_path: Pat
         def on_step_begin(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
             events.append("begin")
 
-        def on_substep_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        def on_substep_end(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+            assert all(p.grad is None for p in model.parameters())
             events.append("substep")
 
         def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
