@@ -40,7 +40,7 @@ from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.reporting.plan_table import describe_plan
 from hf_dcsgd.reporting.publishing import PublishingTrainer
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, RunStart, saved_privacy_state
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.runs.processes import public_settings, quiet_replica, require_agreement
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
@@ -147,7 +147,8 @@ class DCSGDTrainer(PublishingTrainer):
             quiet_replica()
         # A module whose forward takes no labels has names for none, and transformers would drop them from the data.
         self.label_names = self.label_names or ["labels"]
-        self.add_callback(PrivacyCallback(self._start_run))
+        self.add_callback(PrivacyCallback())
+        self.add_callback(RunStart(self._start_run))
         self._select_layers(self.model)
         if self.train_dataset is not None:
             self.plan = self.make_plan()

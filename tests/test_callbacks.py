@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, saved_privacy_state
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, RunStart, saved_privacy_state
 
 
 def mechanism(steps: int = 3, clipping: str = "dc_sgd_e") -> DPMechanism:
@@ -77,3 +77,9 @@ def test_the_state_survives_the_trainer_state(tmp_path: Path) -> None:
 def test_a_state_of_others_has_no_privacy_state() -> None:
     assert saved_privacy_state(TrainerState()) is None
     assert saved_privacy_state(TrainerState(stateful_callbacks=[PrivacyCallback()])) is None
+
+
+def test_the_run_starts_with_the_number_of_steps_of_the_loop() -> None:
+    started: list[int] = []
+    RunStart(started.append).on_train_begin(None, TrainerState(max_steps=7), TrainerControl())  # type: ignore[arg-type]
+    assert started == [7]

@@ -1,16 +1,15 @@
-"""The result does not depend on how a logical batch is cut, sorted, or fetched: same draws, same noise, same model."""
+"""The result does not depend on how a logical batch is cut, padded, or fetched: same draws, same noise, same model."""
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_tasks import feature_rows, feature_trainer, flat_parameters, text_rows, text_trainer
+from tiny_tasks import feature_rows, feature_trainer, flat_parameters, pad, text_rows, text_trainer, watch_steps
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.clipping import STRATEGIES
-from hf_dcsgd.data import loading as dataloading
+from hf_dcsgd.data.loading import restack
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -70,39 +69,30 @@ def test_workers_that_fetch_the_data(tmp_path: Path, whole_batches: tuple, worke
     assert_same(outcome(trainer), whole_batches)
 
 
-def test_sorting_by_length(tmp_path: Path, whole_batches: tuple) -> None:
-    lengths = []
-
-    class LengthRecorder(DCSGDTrainer):
-        def _clip_and_accumulate(self, inputs):  # type: ignore[no-untyped-def]
-            lengths.append(inputs["attention_mask"].sum(1).tolist())
-            return super()._clip_and_accumulate(inputs)
-
-    trainer = texts(tmp_path, 8, 4, train_sampling_strategy="group_by_length")
-    trainer.__class__ = LengthRecorder
-    assert_same(outcome(trainer), whole_batches)
-    # Sorted within each logical batch, pieces and all; otherwise nothing was gained.
-    in_order = [one for piece in lengths for one in piece]
-    assert sum(a > b for a, b in pairwise(in_order)) == 3  # where the next step begins
+def test_stacks_of_a_few_rows(tmp_path: Path, whole_batches: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    watch_steps(monkeypatch, accumulate=lambda step, stack: sizes.append(len(stack["labels"])))
+    monkeypatch.setattr("hf_dcsgd.trainer.restack", lambda micro_batches, largest: restack(micro_batches, 5))
+    assert_same(outcome(texts(tmp_path, 32, 1)), whole_batches)
+    assert max(sizes) <= 5
+    assert len(sizes) > 4 * 20 / 5
 
 
-def test_pieces_of_an_oversized_micro_batch(
-    tmp_path: Path, whole_batches: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = []
+def test_lengths_that_are_rounded_up(tmp_path: Path, whole_batches: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other padding, other stacks: the same model."""
+    widths: set[int] = set()
+    watch_steps(monkeypatch, accumulate=lambda step, stack: widths.add(stack["input_ids"].shape[1]))
 
-    class PieceRecorder(DCSGDTrainer):
-        def _clip_and_accumulate(self, inputs):  # type: ignore[no-untyped-def]
-            pieces.append(len(inputs["labels"]))
-            return super()._clip_and_accumulate(inputs)
+    def rounded(rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = pad(rows)
+        more = -batch["input_ids"].shape[1] % 8
+        return {
+            name: value if name == "labels" else torch.nn.functional.pad(value, (0, more))
+            for name, value in batch.items()
+        }
 
-    cut = dataloading.cut
-    monkeypatch.setattr("hf_dcsgd.trainer.cut", lambda batch, largest: cut(batch, 5))
-    trainer = texts(tmp_path, 32, 1)
-    trainer.__class__ = PieceRecorder
-    assert_same(outcome(trainer), whole_batches)
-    assert max(pieces) <= 5
-    assert len(pieces) > 4 * 20 / 5
+    assert_same(outcome(texts(tmp_path, 8, 4, trainer_options={"data_collator": rounded})), whole_batches)
+    assert widths == {8, 16}
 
 
 @pytest.mark.parametrize("clipping", STRATEGIES)

@@ -1,4 +1,4 @@
-"""The made-up batch, and the comparison of the clipper with autograd."""
+"""Synthetic rows, and the comparison of the clipper with autograd."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from architectures import ARCHITECTURES, Architecture
 from tiny_tasks import feature_classifier, tiny_bert
 from torch import Tensor, nn
 
-from hf_dcsgd.checks.parity import ParityError, check_parity, synthetic_like
+from hf_dcsgd.checks.parity import ParityError, check_parity
+from hf_dcsgd.data.synthetic import synthetic_like
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.tasks.losses import per_example_losses, split_labels
 
@@ -22,48 +23,55 @@ def losses_of(model: nn.Module, batch: dict) -> Tensor:
 
 
 @pytest.mark.parametrize("arch", QUICK, ids=lambda arch: arch.name)
-def test_made_up_batches_pass_on_sound_models(arch: Architecture) -> None:
+def test_synthetic_rows_pass_on_sound_models(arch: Architecture) -> None:
     model = arch.build().eval()
-    inputs, labels = arch.batch(model, n=2)
-    batch = {**inputs, **(labels if isinstance(labels, dict) else {"labels": labels})}
-    made = synthetic_like(model, batch)
-    assert {name: value.shape for name, value in made.items()} == {name: value.shape for name, value in batch.items()}
-    assert {name: value.dtype for name, value in made.items()} == {name: value.dtype for name, value in batch.items()}
+    inputs, labels = arch.batch(model, n=1)
+    row = {**inputs, **(labels if isinstance(labels, dict) else {"labels": labels})}
+    made = synthetic_like(model, row, 2)
+    assert {name: value.shape for name, value in made.items()} == {
+        name: (2, *value.shape[1:]) for name, value in row.items()
+    }
+    assert {name: value.dtype for name, value in made.items()} == {name: value.dtype for name, value in row.items()}
     check_parity(GhostClipper(model), lambda: losses_of(model, made), 1e-3)
 
 
-def test_no_content_of_the_real_batch_is_kept() -> None:
+def test_no_content_of_the_real_row_is_kept() -> None:
     model = tiny_bert()
-    batch = {
-        "input_ids": torch.full((2, 9), 17),
-        "attention_mask": torch.tensor([[1] * 9, [1] * 4 + [0] * 5]),
-        "labels": torch.tensor([2, 1]),
-        "numbers": torch.full((2, 3), 0.123),
+    row = {
+        "input_ids": torch.full((1, 9), 17),
+        "attention_mask": torch.tensor([[1] * 4 + [0] * 5]),
+        "labels": torch.tensor([2]),
+        "numbers": torch.full((1, 3), 0.123),
     }
-    made = synthetic_like(model, batch)
+    made = synthetic_like(model, row, 2)
     assert (made["input_ids"] == 17).float().mean() < 0.5
     assert made["attention_mask"].all()
     assert made["labels"].tolist() == [0, 0]
     assert not (made["numbers"] == 0.123).any()
-    again = synthetic_like(model, batch)
+    again = synthetic_like(model, row, 2)
     assert all(torch.equal(made[name], again[name]) for name in made)
 
 
 def test_special_tokens_stay_and_come_nowhere_else() -> None:
     model = hf.BertForSequenceClassification(hf.BertConfig(vocab_size=12, hidden_size=8, num_attention_heads=2))
     model.config.eos_token_id, model.config.pad_token_id = 3, 0
-    tokens = torch.tensor([[9, 9, 9, 9, 3, 0], [2, 9, 9, 9, 9, 3]])
-    made = synthetic_like(model, {"input_ids": tokens}, keep_tokens=(2,))["input_ids"]
+    tokens = torch.tensor([[2, 9, 9, 9, 9, 3, 0, 0]])
+    made = synthetic_like(model, {"input_ids": tokens}, 3, keep_tokens=(2,))["input_ids"]
+    tokens = tokens.expand(3, -1)
     special = torch.tensor([0, 2, 3])
     assert torch.equal(torch.isin(made, special), torch.isin(tokens, special))
     assert torch.equal(made[torch.isin(made, special)], tokens[torch.isin(tokens, special)])
 
 
-def test_tokens_of_an_unknown_vocabulary_are_those_of_the_batch() -> None:
-    tokens = torch.arange(10, 22).view(2, 6)
-    made = synthetic_like(feature_classifier(), {"input_ids": tokens})["input_ids"]
-    assert sorted(made.flatten().tolist()) == list(range(10, 22))
-    assert not torch.equal(made, tokens)
+def test_tokens_of_an_unknown_vocabulary_are_those_of_the_row() -> None:
+    made = synthetic_like(feature_classifier(), {"input_ids": torch.arange(10, 22)[None]}, 2)["input_ids"]
+    assert [sorted(tokens) for tokens in made.tolist()] == [list(range(10, 22))] * 2
+    assert not torch.equal(made[0], made[1])
+
+
+def test_entries_without_tensors_are_repeated_or_kept() -> None:
+    made = synthetic_like(feature_classifier(), {"names": ["a"], "scale": 2.0}, 3)
+    assert made == {"names": ["a"] * 3, "scale": 2.0}
 
 
 class WrongGradient(torch.autograd.Function):

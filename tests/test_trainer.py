@@ -28,16 +28,19 @@ from tiny_tasks import (
     text_rows,
     text_trainer,
     tiny_bert,
+    watch_steps,
 )
 from torch import nn
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.checks.parity import ParityError
+from hf_dcsgd.data.rows import Batch
 from hf_dcsgd.ghost import UnsupportedModelError, registry
 from hf_dcsgd.privacy.accounting import epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource
+from hf_dcsgd.step import PrivateStep
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -188,35 +191,34 @@ def test_noise_enters_once_per_logical_batch_at_the_threshold_in_use(
     assert plan.grad_noise_multiplier == pytest.approx((SIGMA**-2 - 1.5**-2) ** -0.5)
 
 
-class DrawRecorder(DCSGDTrainer):
-    """Keeps the dataset indices of every micro-batch (rows carry their index) and the sizes it was cut to."""
+@pytest.fixture
+def recorded_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps the dataset indices of every stack (rows carry their index) in `step.seen`, one list per logical batch."""
 
-    def _clip_and_accumulate(self, inputs):  # type: ignore[no-untyped-def]
-        self.seen[-1].append(inputs.pop("index").tolist())
-        return super()._clip_and_accumulate(inputs)
+    def accumulate(step: PrivateStep, stack: Batch) -> None:
+        step.__dict__.setdefault("seen", [[]])[-1].append(stack.pop("index").tolist())
 
-    def _release(self):  # type: ignore[no-untyped-def]
-        self.seen.append([])
-        return super()._release()
+    def release(step: PrivateStep) -> None:
+        step.__dict__.setdefault("seen", [[]]).append([])
+
+    watch_steps(monkeypatch, accumulate=accumulate, release=release)
+    # It would run the model on the index, too.
+    monkeypatch.setattr("hf_dcsgd.trainer.check_before_training", lambda *args: None)
 
 
-def recording_trainer(output_dir: Path, n: int = N, **changes) -> DrawRecorder:  # type: ignore[no-untyped-def]
+def recording_trainer(output_dir: Path, n: int = N, **changes) -> DCSGDTrainer:  # type: ignore[no-untyped-def]
     rows = [{**row, "index": i} for i, row in enumerate(feature_rows(n))]
-    trainer = feature_trainer(
-        output_dir, rows=rows, trainer_class=DrawRecorder, remove_unused_columns=False, clipping="fixed", **changes
-    )
-    trainer.seen = [[]]
-    trainer._check_parity = lambda: None
-    return trainer
+    return feature_trainer(output_dir, rows=rows, remove_unused_columns=False, clipping="fixed", **changes)
 
 
+@pytest.mark.usefixtures("recorded_draws")
 def test_batches_are_poisson_draws_and_no_record_comes_twice_in_a_step(tmp_path: Path) -> None:
     steps = 200
     trainer = recording_trainer(
         tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=steps, logging_steps=1000
     )
     trainer.train()
-    batches = [[index for micro in logical for index in micro] for logical in trainer.seen[:-1]]
+    batches = [[index for micro in logical for index in micro] for logical in trainer.step.seen[:-1]]
     assert len(batches) == steps
     assert all(len(batch) == len(set(batch)) for batch in batches)
     sizes = np.array([len(batch) for batch in batches])
@@ -232,21 +234,23 @@ def test_batches_are_poisson_draws_and_no_record_comes_twice_in_a_step(tmp_path:
     assert abs(both - N / 16) < 5 * math.sqrt(N * (1 / 16) * (15 / 16) / (steps - 1))
 
 
+@pytest.mark.usefixtures("recorded_draws")
 def test_oversized_micro_batches_are_cut_and_all_examples_kept(tmp_path: Path) -> None:
     trainer = recording_trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=2)
     force_draws(trainer, lambda: np.arange(N))
     trainer.train()
-    for logical in trainer.seen[:2]:
-        assert max(len(piece) for piece in logical) <= 6
+    for logical in trainer.step.seen[:2]:
+        assert max(len(piece) for piece in logical) <= 4
         assert sorted(index for piece in logical for index in piece) == list(range(N))
 
 
+@pytest.mark.usefixtures("recorded_draws")
 def test_fresh_noise_and_fresh_draws_under_one_public_seed(tmp_path: Path) -> None:
     runs = [recording_trainer(tmp_path / str(i), seed=42, max_steps=2) for i in range(2)]
     first, second = (trained_parameters(run) for run in runs)
-    assert runs[0].seen != runs[1].seen
+    assert runs[0].step.seen != runs[1].step.seen
     assert not torch.equal(first, second)
-    force = [feature_trainer(tmp_path / f"f{i}", seed=42, max_steps=1, clipping="fixed") for i in range(2)]
+    force = [recording_trainer(tmp_path / f"f{i}", seed=42, max_steps=1) for i in range(2)]
     for trainer in force:
         force_draws(trainer, lambda: np.arange(5))
     assert not torch.equal(*(trained_parameters(trainer) for trainer in force))
@@ -261,16 +265,19 @@ def test_empty_logical_batches_are_noise_only_steps(tmp_path: Path) -> None:
     assert not torch.equal(flat_parameters(trainer.model), before)
 
 
+@pytest.mark.usefixtures("recorded_draws")
 def test_a_tiny_rate_leaves_most_batches_empty_and_the_run_goes_on(tmp_path: Path) -> None:
     trainer = recording_trainer(tmp_path, n=400, per_device_train_batch_size=1, max_steps=40)
     result = trainer.train()
     assert result.global_step == 40
-    assert len(trainer.seen) == 41
-    assert any(not logical for logical in trainer.seen[:-1])  # P(no empty one of 40) = (1 - 1/e)^40 = 1e-8
+    assert len(trainer.step.seen) == 41
+    assert any(not logical for logical in trainer.step.seen[:-1])  # P(no empty one of 40) = (1 - 1/e)^40 = 1e-8
 
 
 @pytest.mark.parametrize("clipping", ["fixed", "dc_sgd_e"])
-def test_an_epoch_stopped_within_a_logical_batch_carries_nothing_over(tmp_path: Path, clipping: str) -> None:
+def test_an_epoch_stopped_within_a_logical_batch_carries_nothing_over(
+    tmp_path: Path, clipping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records of the abandoned half may be drawn again: they must not count twice in one noisy step."""
     sums, counts = [], []
 
@@ -281,15 +288,13 @@ def test_an_epoch_stopped_within_a_logical_batch_carries_nothing_over(tmp_path: 
             control.should_epoch_stop = not self.stopped
             self.stopped = True
 
-    class SumRecorder(DCSGDTrainer):
-        def _release(self):  # type: ignore[no-untyped-def]
-            sums.append(torch.cat([value.flatten() for value in self._clipped_sums.values()]))
-            counts.append(self.mechanism._batch.side)
-            return super()._release()
+    def release(step: PrivateStep) -> None:
+        sums.append(step._clipped_sum.clone())
+        counts.append(step.mechanism._batch.side)
 
+    watch_steps(monkeypatch, release=release)
     trainer = feature_trainer(
         tmp_path,
-        trainer_class=SumRecorder,
         trainer_options={"callbacks": [StopOnce()]},
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
@@ -466,7 +471,7 @@ def test_a_wrong_rule_that_the_clipper_finds_is_not_used(tmp_path: Path, monkeyp
     monkeypatch.setitem(registry._RULES, nn.Linear, lambda module, inputs, grad: rule(module, inputs, grad / 2))
     wrong = feature_trainer(tmp_path / "wrong", **settings)
     torch.testing.assert_close(trained_parameters(wrong), expected)
-    assert wrong.clipper.slow_parameters
+    assert wrong.step.clipper.slow_parameters
 
 
 def test_the_check_leaves_no_gradients_and_no_mode_behind(tmp_path: Path) -> None:

@@ -32,62 +32,67 @@ from tiny_tasks import (
     force_draws,
     text_rows,
     text_trainer,
+    watch_steps,
 )
 
 from hf_dcsgd import DCSGDTrainer
+from hf_dcsgd.data.rows import Batch
+from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.step import PrivateStep
 
 # Logical batches of these sizes: numbers that nothing public comes near.
 N, BATCH, SIZES = 907, 200, (173, 211, 229, 157, 193, 239, 163, 217)
 
 
-class Watched(DCSGDTrainer):
-    """Writes down, in memory, what must not get out."""
+class Watched:
+    """Writes down, in memory, what must not get out of a run."""
 
-    def start_watching(self) -> None:
+    def __init__(self, trainer: DCSGDTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer = trainer
         self.aggregates: dict[str, float] = {}
         self.single_values: list[float] = []
         self.sums: list[list[torch.Tensor]] = []
         self._norms: list[torch.Tensor] = []
         self._raw: list[torch.Tensor] = []
+        watch_steps(monkeypatch, accumulate=self.accumulate, release=self.release)
+        norms = GhostClipper.norms
+
+        def watched_norms(clipper: GhostClipper, losses: torch.Tensor) -> torch.Tensor:
+            found = norms(clipper, losses)
+            # Rows that the spot check runs again, alone, come right after a stack.
+            if self._is_new_stack:
+                self._norms.append(found)
+                self._raw.append(losses.detach())
+                self._is_new_stack = False
+            return found
+
+        self._is_new_stack = False
+        monkeypatch.setattr(GhostClipper, "norms", watched_norms)
 
     def note(self, name: str, value: Any) -> None:
         self.aggregates[f"{name} of step {len(self.sums)}"] = float(value)
 
-    def _clip_and_accumulate(self, inputs):  # type: ignore[no-untyped-def]
-        self.single_values += inputs["features"].flatten()[:FEATURES].tolist()
-        before = self.clipper.norms
+    def accumulate(self, step: PrivateStep, stack: Batch) -> None:
+        self.single_values += stack["features"].flatten()[:FEATURES].tolist()
+        self._is_new_stack = True
 
-        def norms(losses):  # type: ignore[no-untyped-def]
-            found = before(losses)
-            self._norms.append(found)
-            self._raw.append(losses.detach())
-            return found
-
-        self.clipper.norms = norms
-        try:
-            return super()._clip_and_accumulate(inputs)
-        finally:
-            self.clipper.norms = before
-
-    def _release(self):  # type: ignore[no-untyped-def]
+    def release(self, step: PrivateStep) -> None:
         norms, losses = torch.cat(self._norms), torch.cat(self._raw)
         self._norms, self._raw = [], []
         self.note("batch size", len(norms))
         for name, values in (("loss", losses), ("norm", norms)):
             for kind in ("mean", "sum", "max", "min", "median", "std"):
                 self.note(f"{name} {kind}", getattr(values, kind)())
-        self.note("loss sum over B", losses.sum() / self.plan.expected_batch_size)
-        threshold = self.mechanism.threshold.sensitivity
-        self.note("clip fraction", (norms > threshold).float().mean())
-        factors = self.mechanism.threshold.clip_factors(norms)
-        self.note("mean clip factor", factors.mean())
-        clipped = [self._clipped_sums[name].clone() for name in self.clipper.parameters]
-        self.note("norm of the clipped sum", torch.cat([g.flatten() for g in clipped]).norm())
-        self.note("norm of the clipped mean", torch.cat([g.flatten() for g in clipped]).norm() / BATCH)
+        self.note("loss sum over B", losses.sum() / BATCH)
+        threshold = step.mechanism.threshold
+        self.note("clip fraction", (norms > threshold.sensitivity).float().mean())
+        self.note("mean clip factor", threshold.clip_factors(norms).mean())
+        clipped = step._clipped_sum.clone()
+        self.note("norm of the clipped sum", clipped.norm())
+        self.note("norm of the clipped mean", clipped.norm() / BATCH)
         self.single_values += losses.tolist() + norms.tolist()
-        self.sums.append(clipped)
-        return super()._release()
+        self.sums.append(list(step.clipper.unflatten(clipped).values()))
 
     @property
     def batch_sizes(self) -> dict[str, float]:
@@ -166,7 +171,7 @@ def all_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def everything_said(trainer: Watched, directory: Path, listener: Listener, returned: Any) -> dict[str, str]:
+def everything_said(directory: Path, listener: Listener, returned: Any) -> dict[str, str]:
     said = {str(path.relative_to(directory)): "\n".join(texts_of(path)) for path in all_files(directory)}
     said |= {"callbacks": listener.heard.getvalue(), "returned": json.dumps(returned, default=str)}
     # Names of temporary folders are numbered, and may hold any number.
@@ -177,11 +182,11 @@ def significant_digits(number: str) -> int:
     return len(re.sub(r"[eE].*", "", number).lstrip("+-0.").replace(".", ""))
 
 
-def found_in(said: dict[str, str], trainer: Watched) -> set[str]:
+def found_in(said: dict[str, str], watched: Watched) -> set[str]:
     """Names of private values that were said, with where: batch sizes exactly, floats to six digits or more."""
-    sizes = {size: name for name, size in trainer.batch_sizes.items()}
-    floats = {f"{v:.5e}": k for k, v in trainer.aggregates.items() if not float(v).is_integer()}
-    singles = {f"{value:.8e}" for value in trainer.single_values if not float(value).is_integer()}
+    sizes = {size: name for name, size in watched.batch_sizes.items()}
+    floats = {f"{v:.5e}": k for k, v in watched.aggregates.items() if not float(v).is_integer()}
+    singles = {f"{value:.8e}" for value in watched.single_values if not float(value).is_integer()}
     hits = set()
     for place, text in said.items():
         for number in set(NUMBER.findall(text)):
@@ -206,7 +211,6 @@ def watched_run(directory: Path, **changes: Any) -> tuple[Watched, dict[str, str
         directory,
         model=feature_classifier(dropout=0.1),
         rows=feature_rows(N),
-        trainer_class=Watched,
         trainer_options={"callbacks": [listener]},
         per_device_train_batch_size=BATCH // 2,
         gradient_accumulation_steps=2,
@@ -219,15 +223,16 @@ def watched_run(directory: Path, **changes: Any) -> tuple[Watched, dict[str, str
         **{"unsafe_noise_seed": 77001, **changes},
     )
     force_draws(trainer, lambda: np.random.default_rng(0).permutation(N)[: next(sizes)])
-    trainer.start_watching()
-    output = trainer.train()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watched = Watched(trainer, monkeypatch)
+        output = trainer.train()
     trainer.save_model()
     trainer.save_state()
     trainer.log_metrics("train", output.metrics)
     trainer.save_metrics("train", output.metrics)
     trainer.create_model_card()
     returned = [output.metrics, output.training_loss, trainer.privacy_report(), trainer.state.log_history]
-    return trainer, everything_said(trainer, directory, listener, returned)
+    return watched, everything_said(directory, listener, returned)
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +242,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, dict[str, st
 
 
 def test_nothing_private_is_written_or_told(run: tuple) -> None:
-    trainer, said, _ = run
-    assert len(trainer.sums) == 8
-    assert sorted(trainer.batch_sizes.values())[:2] == [157, 163]
-    assert len(trainer.single_values) > 3000
+    watched, said, _ = run
+    assert len(watched.sums) == 8
+    assert sorted(watched.batch_sizes.values())[:2] == [157, 163]
+    assert len(watched.single_values) > 3000
     places = " ".join(said)
     for expected in (
         "checkpoint-3/trainer_state.json",
@@ -257,17 +262,19 @@ def test_nothing_private_is_written_or_told(run: tuple) -> None:
     ):
         assert expected in places
     # The search reads numbers everywhere: public ones are found.
-    assert all(str(trainer.plan.num_parameters) in said[name] for name in said if name.endswith("ledger.jsonl"))
+    assert all(
+        str(watched.trainer.plan.num_parameters) in said[name] for name in said if name.endswith("ledger.jsonl")
+    )
     assert "grad_norm" in "".join(said[name] for name in said if "tfevents" in name)
-    assert found_in(said, trainer) == set()
+    assert found_in(said, watched) == set()
 
 
 def test_no_saved_tensor_is_a_clipped_sum(run: tuple) -> None:
     """The weights and Adam's moments come from noised gradients only."""
-    trainer, _, directory = run
+    watched, _, directory = run
     saved = [torch.as_tensor(array).float() for path in all_files(directory) for array in tensors_of(path)]
     assert len(saved) > 20
-    for clipped in (part for parts in trainer.sums for part in parts):
+    for clipped in (part for parts in watched.sums for part in parts):
         direction = clipped.flatten() / clipped.norm()
         for tensor in saved:
             if tensor.shape == clipped.shape and tensor.norm() > 0:
@@ -275,8 +282,8 @@ def test_no_saved_tensor_is_a_clipped_sum(run: tuple) -> None:
 
 
 def test_the_training_loss_is_nowhere(run: tuple) -> None:
-    trainer, said, directory = run
-    keys = {key for line in trainer.state.log_history for key in line}
+    watched, said, directory = run
+    keys = {key for line in watched.trainer.state.log_history for key in line}
     assert not keys & {"loss", "train_loss", "noisy_loss", "total_flos", "num_input_tokens_seen"}
     assert keys >= {
         "clip_threshold",
@@ -293,21 +300,21 @@ def test_the_training_loss_is_nowhere(run: tuple) -> None:
 
 def test_the_search_finds_what_is_said(run: tuple) -> None:
     """Private values planted one at a time are all found."""
-    trainer = run[0]
-    for name, value in trainer.aggregates.items():
+    watched = run[0]
+    for name, value in watched.aggregates.items():
         if not value.is_integer():
-            assert f"{name} in log" in found_in({"log": f'{{"some_name": {value}}}'}, trainer)
-    for size in trainer.batch_sizes.values():
-        assert found_in({"log": f"{int(size)} examples"}, trainer)
-    for value in trainer.single_values[:200]:
-        assert found_in({"log": str(value)}, trainer)
-    assert not found_in({"log": "0.123456789 and 400"}, trainer)
+            assert f"{name} in log" in found_in({"log": f'{{"some_name": {value}}}'}, watched)
+    for size in watched.batch_sizes.values():
+        assert found_in({"log": f"{int(size)} examples"}, watched)
+    for value in watched.single_values[:200]:
+        assert found_in({"log": str(value)}, watched)
+    assert not found_in({"log": "0.123456789 and 400"}, watched)
 
 
 def test_the_search_finds_raw_losses_where_the_user_asked_for_them(tmp_path: Path) -> None:
-    trainer, said = watched_run(tmp_path, log_train_loss="raw")
-    places = {hit.partition(" in ")[2] for hit in found_in(said, trainer)}
-    assert all(hit.startswith("loss sum over B") for hit in found_in(said, trainer))
+    watched, said = watched_run(tmp_path, log_train_loss="raw")
+    places = {hit.partition(" in ")[2] for hit in found_in(said, watched)}
+    assert all(hit.startswith("loss sum over B") for hit in found_in(said, watched))
     assert places >= {"callbacks", "returned", "checkpoint-3/trainer_state.json"}
     assert any("tfevents" in place for place in places)
 

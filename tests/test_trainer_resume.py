@@ -25,9 +25,9 @@ from tiny_tasks import (
     text_rows,
     text_trainer,
     tiny_bert,
+    watch_steps,
 )
 
-from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted
 
@@ -151,19 +151,16 @@ def test_weights_and_optimizer_go_on_from_the_checkpoint(run_dir: Path) -> None:
         assert (parameter - saved[name]).abs().max() < 0.02
 
 
-def test_noise_and_batches_are_fresh_after_a_resume(run_dir: Path, tmp_path: Path) -> None:
+def test_noise_and_batches_are_fresh_after_a_resume(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[list[int]]] = []
-
-    class DrawRecorder(DCSGDTrainer):
-        def _clip_and_accumulate(self, inputs):  # type: ignore[no-untyped-def]
-            seen[-1].append(inputs["features"][:, 0].tolist())
-            return super()._clip_and_accumulate(inputs)
-
+    watch_steps(monkeypatch, accumulate=lambda step, stack: seen[-1].append(stack["features"][:, 0].tolist()))
     runs = []
     for name in "ab":
         seen.append([])
         shutil.copytree(run_dir, tmp_path / name)
-        trainer = feature_trainer(tmp_path / name, trainer_class=DrawRecorder, **SETTINGS)
+        trainer = feature_trainer(tmp_path / name, **SETTINGS)
         trainer.train(resume_from_checkpoint=True)
         runs.append((trace(tmp_path / name), flat_parameters(trainer.model)))
     assert seen[0] != seen[1]

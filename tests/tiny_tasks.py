@@ -9,12 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from architectures import ENCODER, FIRST_FREE_TOKEN, VOCAB, randomised
 from torch import Tensor, nn
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.data.rows import Batch
+from hf_dcsgd.privacy.mechanism import NoisyRelease
+from hf_dcsgd.step import PrivateStep
 
 FEATURES, CLASSES = 6, 3
 N, BATCH, SIGMA = 64, 16, 1.0
@@ -160,13 +164,39 @@ def accuracy(prediction: hf.EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+class ForcedDraws(hf.TrainerCallback):
+    """Makes the sampler draw what a test says."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        train_dataloader.batch_sampler.draw = self.draw
+
+
 def force_draws(trainer: DCSGDTrainer, draw: Callable[[], Any]) -> None:
     """Makes the trainer's sampler draw what the test says, for instance everything."""
-    make_loader = trainer.get_train_dataloader
+    trainer.add_callback(ForcedDraws(draw))
 
-    def get_train_dataloader() -> Any:
-        loader = make_loader()
-        loader.batch_sampler.draw = draw  # type: ignore[union-attr,method-assign]
-        return loader
 
-    trainer.get_train_dataloader = get_train_dataloader  # type: ignore[method-assign]
+def watch_steps(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    accumulate: Callable[[PrivateStep, Batch], None] | None = None,
+    release: Callable[[PrivateStep], None] | None = None,
+) -> None:
+    """Calls these with every step and stack, before they are accumulated or released."""
+    original_accumulate, original_release = PrivateStep.accumulate, PrivateStep.release
+
+    def watched_accumulate(step: PrivateStep, stack: Batch) -> Tensor:
+        if accumulate is not None:
+            accumulate(step, stack)
+        return original_accumulate(step, stack)
+
+    def watched_release(step: PrivateStep) -> NoisyRelease:
+        if release is not None:
+            release(step)
+        return original_release(step)
+
+    monkeypatch.setattr(PrivateStep, "accumulate", watched_accumulate)
+    monkeypatch.setattr(PrivateStep, "release", watched_release)

@@ -18,17 +18,31 @@ logger = logging.getLogger(__name__)
 TRACE_FILENAME = "privacy_trace.jsonl"
 
 
-class PrivacyCallback(TrainerCallback, ExportableState):
-    """Saves plan and mechanism with each checkpoint, and stops the loop before the step that the budget forbids.
+class RunStart(TrainerCallback):
+    """Starts the private run when the loop begins: after the callbacks before it, whose hooks on gradients are seen.
 
-    Only released values pass through here.
+    It is not part of `PrivacyCallback`, which transformers makes anew without arguments when it restores callbacks.
 
     Args:
-        start_run: Called with the number of steps when the loop begins; it calls `attach`.
+        start_run: Called with the number of steps of the loop.
     """
 
     def __init__(self, start_run: Callable[[int], None]) -> None:
         self._start_run = start_run
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._start_run(state.max_steps)
+
+
+class PrivacyCallback(TrainerCallback, ExportableState):
+    """Saves plan and mechanism with each checkpoint, and stops the loop before the step that the budget forbids.
+
+    The trainer calls `attach` when a run starts. Only released values pass through here.
+    """
+
+    def __init__(self) -> None:
         self.mechanism: DPMechanism | None = None
         self.trace_path: Path | None = None
 
@@ -41,12 +55,6 @@ class PrivacyCallback(TrainerCallback, ExportableState):
             return {"args": {}, "attributes": {}}
         saved = {"plan": self.mechanism.plan.to_dict(), "mechanism": self.mechanism.state_dict()}
         return {"args": {}, "attributes": {"saved": saved}}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Start the private run: last of all callbacks, so that hooks that others set on gradients are seen."""
-        self._start_run(state.max_steps)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
