@@ -385,7 +385,7 @@ class DCSGDTrainer(PublishingTrainer):
         if trace is not None and saved is None:
             trace.unlink(missing_ok=True)
         self._privacy_callback().attach(step.mechanism, trace)
-        self._record_run(
+        self.record_run(
             run_dir,
             step.mechanism,
             trainable_layers=self._layers,
@@ -456,6 +456,12 @@ class DCSGDTrainer(PublishingTrainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return zero: the true count follows the sizes of the private draws."""
         return 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as transformers does, unless something wrote private values into the frozen part of the model."""
+        if self.step is not None and self.step.model is self.model:
+            self.step.require_frozen_unchanged()
+        super().save_model(output_dir, _internal_call)
 
     # -- hyperparameter search ---------------------------------------------------------------------------------------
 

@@ -391,7 +391,7 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
     mechanism, nothing = trainer.mechanism, {"trainable_layers": None, "rules": {}, "slow_parameters": []}
     monkeypatch.setattr(
-        "transformers.Trainer.train", lambda self, *args: self._record_run(tmp_path, mechanism, **nothing)
+        "transformers.Trainer.train", lambda self, *args: self.record_run(tmp_path, mechanism, **nothing)
     )
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))

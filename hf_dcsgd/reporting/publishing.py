@@ -50,7 +50,7 @@ class _Run:
 class PublishingTrainer(Trainer):
     """`Trainer` whose runs leave a privacy report, and which saves and pushes released values only.
 
-    A part of `DCSGDTrainer`, in a file of its own; the trainer calls `_record_run` when a run starts.
+    A part of `DCSGDTrainer`, in a file of its own; the trainer calls `record_run` when a run starts.
 
     Overrides of transformers, and what they assume:
 
@@ -82,7 +82,7 @@ class PublishingTrainer(Trainer):
         """
         return report.build_report(self._report_dir())
 
-    def _record_run(
+    def record_run(
         self,
         run_dir: Path,
         mechanism: DPMechanism,
