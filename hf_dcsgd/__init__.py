@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     )
     from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError, register_rule
     from hf_dcsgd.ghost.contributions import Dense, OneHotRows, Outer
+    from hf_dcsgd.own_loop import PrivateRun
     from hf_dcsgd.privacy.accounting import register_accountant
     from hf_dcsgd.privacy.ledger import LedgerError
     from hf_dcsgd.privacy.mechanism import BudgetExhausted
     from hf_dcsgd.privacy.plan import PrivacyPlan
+    from hf_dcsgd.step import PrivateStep
     from hf_dcsgd.trainer import DCSGDTrainer
     from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -37,6 +39,8 @@ _HOMES = {
     "Outer": "ghost.contributions",
     "ParityError": "checks.parity",
     "PrivacyPlan": "privacy.plan",
+    "PrivateRun": "own_loop",
+    "PrivateStep": "step",
     "PublicNumbers": "clipping",
     "SideQuery": "clipping",
     "StrategyOption": "clipping",
@@ -60,6 +64,8 @@ __all__ = [
     "Outer",
     "ParityError",
     "PrivacyPlan",
+    "PrivateRun",
+    "PrivateStep",
     "PublicNumbers",
     "SideQuery",
     "StrategyOption",
