@@ -168,6 +168,10 @@ def test_tuning_cost_table_says_what_cannot_be_met(capsys: pytest.CaptureFixture
             "expected options of fixed (clip_threshold), got histogram_noise_multiplier",
         ),
         (
+            ["--epsilon", "3", *SMALL, "--clipping-options", '{"histogram_bins": "few"}'],
+            "expected histogram_bins to be a whole number, got 'few'",
+        ),
+        (
             ["--epsilon", "3", *SMALL, "--accountant", "moments"],
             "expected accountant to be one of rdp, pld, got 'moments'",
         ),
@@ -193,6 +197,10 @@ def test_wrong_values_are_one_line(capsys: pytest.CaptureFixture[str], arguments
         (
             ["calibrate", "--epsilon", "2", *QNLI, "--steps", "3"],
             "hf-dcsgd calibrate: error: argument --steps: not allowed",
+        ),
+        (
+            ["calibrate", "--epsilon", "2", *QNLI, "--clipping-options", "[1]"],
+            "hf-dcsgd calibrate: error: argument --clipping-options: expected a JSON mapping, got '[1]'",
         ),
         (
             ["tuning-cost", "--epsilon", "2", *QNLI],

@@ -47,12 +47,22 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--clipping-options",
-        type=json.loads,
+        type=_mapping,
         default={},
         metavar="JSON",
         help="options of that strategy, such as '{\"histogram_noise_multiplier\": 6}'",
     )
     add_json_argument(parser)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON mapping, got {text!r}")
+    return options
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,17 +88,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _calibrated(arguments: argparse.Namespace, accountant: str, steps: int, delta: float) -> dict[str, Any]:
     from hf_dcsgd.privacy.plan import PrivacyPlan
 
-    plan = PrivacyPlan.create(
-        dataset_size=arguments.dataset_size,
-        expected_batch_size=arguments.batch_size,
-        steps=steps,
-        num_parameters=1,  # σ does not depend on it
-        target_epsilon=arguments.epsilon,
-        target_delta=delta,
-        accountant=accountant,
-        clipping=arguments.clipping,
-        settings=arguments.clipping_options,
-    )
+    try:
+        plan = PrivacyPlan.create(
+            dataset_size=arguments.dataset_size,
+            expected_batch_size=arguments.batch_size,
+            steps=steps,
+            num_parameters=1,  # σ does not depend on it
+            target_epsilon=arguments.epsilon,
+            target_delta=delta,
+            accountant=accountant,
+            clipping=arguments.clipping,
+            settings=arguments.clipping_options,
+        )
+    except TypeError as error:  # an option of the wrong kind
+        raise ValueError(str(error)) from error
     return {
         "noise_multiplier": plan.noise_multiplier,
         "grad_noise_multiplier": plan.grad_noise_multiplier,

@@ -92,10 +92,11 @@ class ClippingThreshold(ABC):
     @classmethod
     def resolve(cls, given: Mapping[str, Any], numbers: PublicNumbers) -> dict[str, Any]:
         """Return every setting, checked: as given, else its default. None stands for the default."""
-        settings = {option.name: option.default for option in cls.options}
-        unknown = ", ".join(sorted(given.keys() - settings.keys()))
-        require(not unknown, f"expected options of {cls.name} ({', '.join(settings) or 'it has none'}), got {unknown}")
-        settings |= {name: value for name, value in given.items() if value is not None}
+        options = {option.name: option for option in cls.options}
+        unknown = ", ".join(sorted(given.keys() - options.keys()))
+        require(not unknown, f"expected options of {cls.name} ({', '.join(options) or 'it has none'}), got {unknown}")
+        settings = {name: option.default for name, option in options.items()}
+        settings |= {name: options[name].checked(value) for name, value in given.items() if value is not None}
         derived = cls.default_settings(settings, numbers)
         return cls.checked(
             {name: derived[name] if value is None and name in derived else value for name, value in settings.items()}
