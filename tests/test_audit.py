@@ -76,11 +76,11 @@ def test_a_report_in_one_line_names_what_fails() -> None:
 
 def test_a_trainer_of_ones_own(tmp_path) -> None:
     trainer = probe_trainer(str(tmp_path), "dc_sgd_p")
-    before = (trainer.plan, trainer.mechanism, trainer.clipper)
+    before = (trainer.plan, trainer.mechanism, trainer.step)
     reports = audit_trainer(trainer, draws=10_000)
     assert_passed(reports)
     assert [report.level for report in reports] == ["L0", "L1"]
-    assert (trainer.plan, trainer.mechanism, trainer.clipper) == before
+    assert (trainer.plan, trainer.mechanism, trainer.step) == before
     assert not list(tmp_path.glob("privacy_ledger*"))
 
 
@@ -119,7 +119,7 @@ def test_clopper_pearson_against_its_definition() -> None:
     assert Distinguisher(0, 100, 100, 100).mu_lower_bound() == -math.inf
 
 
-def test_one_run_bound_never_exceeds_randomised_response() -> None:
+def test_one_run_bound_never_exceeds_randomized_response() -> None:
     """Guesses that are right with probability e^ε/(1 + e^ε) exactly: the bound fails with probability ≤ α."""
     generator = np.random.default_rng(1)
     epsilon, guesses, alpha = 1.0, 200, 0.05

@@ -7,8 +7,8 @@ The table `MUTATIONS` is the evidence: what is broken, how, and which level find
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from conftest import Count
 from hf_dcsgd.audit import audit_strategy
 from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.clipping import dc_sgd
+from hf_dcsgd.data.rows import Batch
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
-from hf_dcsgd.trainer import DCSGDTrainer
+from hf_dcsgd.step import ExampleLosses, PrivateStep
 
 pytestmark = pytest.mark.proof
 
@@ -52,45 +52,44 @@ def sigma_for_sigma_t(patch: pytest.MonkeyPatch) -> None:
 
 
 def clipping_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    def clip_and_accumulate(self: DCSGDTrainer, inputs: Any) -> torch.Tensor:
-        losses, _ = self._losses(inputs)
-        parameters = list(self.clipper.parameters.values())
-        grads = torch.autograd.grad(losses.sum(), parameters)
-        norm = torch.cat([g.flatten() for g in grads]).norm()
+    def accumulate(self: PrivateStep, stack: Batch) -> torch.Tensor:
+        losses = self.losses(stack)
+        grads = torch.autograd.grad(losses.sum(), list(self.clipper.parameters.values()))
+        total = torch.cat([grad.flatten() for grad in grads])
         self.mechanism.clip_factors(torch.zeros(len(losses)))
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad * min(1.0, self.mechanism.threshold.sensitivity / norm.item())
-        self._take_sums()
+        before = 0.0 if self._clipped_sum is None else self._clipped_sum
+        self._clipped_sum = before + total * min(1.0, self.mechanism.threshold.sensitivity / total.norm().item())
         return losses.detach().sum()
 
-    patch.setattr(DCSGDTrainer, "_clip_and_accumulate", clip_and_accumulate)
+    patch.setattr(PrivateStep, "accumulate", accumulate)
 
 
 def noise_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    training_step = DCSGDTrainer.training_step
+    accumulate = PrivateStep.accumulate
 
-    def step(self: DCSGDTrainer, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.accelerator.gradient_state._set_sync_gradients(True)
-        return training_step(self, *args, **kwargs)
+    def accumulate_and_release(self: PrivateStep, stack: Batch) -> torch.Tensor:
+        loss_sum = accumulate(self, stack)
+        self.release()
+        return loss_sum
 
-    patch.setattr(DCSGDTrainer, "training_step", step)
+    patch.setattr(PrivateStep, "accumulate", accumulate_and_release)
 
 
 def noise_from_the_global_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NoiseSource, "_standard_normal", lambda self, shape: torch.randn(shape))
 
 
-def dividing_by_the_realised_batch_size(patch: pytest.MonkeyPatch) -> None:
+def dividing_by_the_realized_batch_size(patch: pytest.MonkeyPatch) -> None:
     clip_factors, release = DPMechanism.clip_factors, DPMechanism._noisy_totals
 
     def count(self: DPMechanism, norms: torch.Tensor, *args: Any) -> torch.Tensor:
-        self.realised = getattr(self, "realised", 0) + len(norms)
+        self.realized = getattr(self, "realized", 0) + len(norms)
         return clip_factors(self, norms, *args)
 
     def rescaled(self: DPMechanism, queries: Any) -> Any:
         parts = release(self, queries)
-        parts["gradient"] *= self.plan.expected_batch_size / max(1, getattr(self, "realised", 0))
-        self.realised = 0
+        parts["gradient"] *= self.plan.expected_batch_size / max(1, getattr(self, "realized", 0))
+        self.realized = 0
         return parts
 
     patch.setattr(DPMechanism, "clip_factors", count)
@@ -111,14 +110,14 @@ def histogram_unnoised(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NoiseSource, "add_noise", only_gradients)
 
 
-def batch_normalised_loss(patch: pytest.MonkeyPatch) -> None:
-    losses_of = DCSGDTrainer._losses
+def batch_normalized_loss(patch: pytest.MonkeyPatch) -> None:
+    losses_of = ExampleLosses.__call__
 
-    def normalised(self: DCSGDTrainer, inputs: Any) -> Any:
-        losses, outputs = losses_of(self, inputs)
+    def normalized(self: ExampleLosses, batch: Batch) -> Any:
+        losses, outputs = losses_of(self, batch)
         return losses / len(losses), outputs
 
-    patch.setattr(DCSGDTrainer, "_losses", normalised)
+    patch.setattr(ExampleLosses, "__call__", normalized)
 
 
 def a_record_sampled_twice(patch: pytest.MonkeyPatch) -> None:
@@ -161,8 +160,7 @@ def nan_example_not_zeroed(patch: pytest.MonkeyPatch) -> None:
 
 
 def dropout_from_the_global_seed(patch: pytest.MonkeyPatch) -> None:
-    follow = partial(private_randomness, reproducible=True)
-    patch.setattr(DCSGDTrainer, "_private_randomness", lambda self: follow(self.args.device))
+    patch.setattr(PrivateStep, "randomness", lambda self: nullcontext())
 
 
 def half_precision_norms(patch: pytest.MonkeyPatch) -> None:
@@ -178,10 +176,10 @@ MUTATIONS = (
     Mutation("noise per micro-batch", 0, "number of noise draws", noise_per_micro_batch),
     Mutation("noise from the global seed", 1, "noise repeats under the public seed", noise_from_the_global_seed),
     Mutation("dropout from the global seed", 1, "dropout repeats under the public seed", dropout_from_the_global_seed),
-    Mutation("dividing by the realised batch size", 0, "clipped sum", dividing_by_the_realised_batch_size),
+    Mutation("dividing by the realized batch size", 0, "clipped sum", dividing_by_the_realized_batch_size),
     Mutation("histogram of sensitivity 2", 0, "side value", histogram_counts_twice),
     Mutation("histogram unnoised", 1, "side value noise", histogram_unnoised),
-    Mutation("loss normalised over the batch", 0, "clipped sum", batch_normalised_loss),
+    Mutation("loss normalized over the batch", 0, "clipped sum", batch_normalized_loss),
     Mutation("a record sampled twice", 0, "drawn twice", a_record_sampled_twice),
     Mutation("accountant fed σ_T", 0, "claimed ε", accountant_fed_sigma_t),
     Mutation("lost steps uncharged", 0, "not charged after a resume", lost_steps_uncharged),
