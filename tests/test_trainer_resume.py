@@ -151,7 +151,9 @@ def test_weights_and_optimizer_go_on_from_the_checkpoint(run_dir: Path) -> None:
         assert (parameter - saved[name]).abs().max() < 0.02
 
 
-def test_noise_and_batches_are_fresh_after_a_resume(run_dir: Path, tmp_path: Path) -> None:
+def test_noise_and_batches_are_fresh_after_a_resume(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[list[list[int]]] = []
 
     class DrawRecorder(DCSGDTrainer):
@@ -163,6 +165,7 @@ def test_noise_and_batches_are_fresh_after_a_resume(run_dir: Path, tmp_path: Pat
     for name in "ab":
         seen.append([])
         shutil.copytree(run_dir, tmp_path / name)
+        monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / f"machine {name}"))
         trainer = feature_trainer(tmp_path / name, trainer_class=DrawRecorder, **SETTINGS)
         trainer.train(resume_from_checkpoint=True)
         runs.append((trace(tmp_path / name), flat_parameters(trainer.model)))
