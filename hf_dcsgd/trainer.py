@@ -91,7 +91,7 @@ class DCSGDTrainer(PublishingTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        model_init: Callable[..., PreTrainedModel | nn.Module] | None = None,
+        model_init: Callable[..., PreTrainedModel] | None = None,
         compute_loss_func: None = None,
         compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         callbacks: list[Any] | None = None,

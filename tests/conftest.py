@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import gc
+import itertools
 import os
 import tempfile
 from collections import Counter
@@ -18,7 +19,14 @@ Count = Callable[[str, int], None]
 
 # What the package remembers of ledgers and weights must not outlive the tests; processes that they start inherit it.
 REGISTRY = tempfile.TemporaryDirectory(prefix="hf_dcsgd-")
+REGISTRY_NUMBERS = itertools.count()
 os.environ["HF_DCSGD_HOME"] = REGISTRY.name
+
+
+@pytest.fixture(autouse=True)
+def new_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test is a user who has trained nothing before: copies of a shared run do not know of each other."""
+    monkeypatch.setenv("HF_DCSGD_HOME", os.path.join(REGISTRY.name, str(next(REGISTRY_NUMBERS))))
 
 
 @pytest.fixture

@@ -13,16 +13,16 @@ PACKAGE = Path(hf_dcsgd.__file__).parent
 
 # Folders and files of the package, from the ground up. A layer may import the layers in the lines above its own.
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("validation",),
+    ("validation", "plugins"),
     ("clipping", "ghost", "tasks"),
     ("privacy",),
     ("data",),
-    ("checks",),
+    ("checks", "trunk"),
     ("step",),
     ("runs",),
     ("training_args",),
     ("reporting",),
-    ("trainer",),
+    ("trainer", "own_loop"),
     ("audit",),
     ("jobs",),
     ("cli",),

@@ -302,7 +302,11 @@ def test_texts_longer_than_the_model_takes_are_cut(tmp_path: Path, tiny_bert: st
 
 def test_lora_run_saves_adapters_that_load_again(tmp_path: Path, tiny_bert: str, messages: Path) -> None:
     out = tmp_path / "out"
-    files = {"validation_file": messages, "cache_dir": tmp_path / "cache"}
+    held_out = tmp_path / "validation.csv"
+    Dataset.from_list([{**row, "text": f"again {row['text']}"} for row in message_rows()]).to_csv(
+        held_out, index=False
+    )
+    files = {"validation_file": held_out, "cache_dir": tmp_path / "cache"}
     code = call(
         model_name_or_path=tiny_bert, train_file=messages, output_dir=out, do_train=True, do_eval=True, lora=True,
         lora_rank=2, lora_alpha=4, lora_targets="query,value", learning_rate=0.1, **files,

@@ -44,13 +44,11 @@ TWICE = composed_epsilon([AccountedRun(SIGMA, BATCH / N, STEPS)] * 2, 1 / N)
 def own_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user who has trained nothing yet."""
     monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "registry"))
-    monkeypatch.setattr("hf_dcsgd.runs.spending._remembered", {})
     return tmp_path / "registry"
 
 
 def on_another_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / "another registry"))
-    monkeypatch.setattr("hf_dcsgd.runs.spending._remembered", {})
 
 
 def trained(trainer: DCSGDTrainer) -> DCSGDTrainer:
@@ -301,6 +299,7 @@ def test_without_a_registry_the_process_remembers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_DCSGD_HOME", os.devnull)
+    monkeypatch.setattr("hf_dcsgd.runs.spending._remembered", {})
     model = feature_classifier()
     trained(feature_trainer(tmp_path / "run", model))
     assert "remembered in this process only" in caplog.text

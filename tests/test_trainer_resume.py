@@ -160,6 +160,7 @@ def test_noise_and_batches_are_fresh_after_a_resume(
     for name in "ab":
         seen.append([])
         shutil.copytree(run_dir, tmp_path / name)
+        monkeypatch.setenv("HF_DCSGD_HOME", str(tmp_path / f"machine {name}"))
         trainer = feature_trainer(tmp_path / name, **SETTINGS)
         trainer.train(resume_from_checkpoint=True)
         runs.append((trace(tmp_path / name), flat_parameters(trainer.model)))

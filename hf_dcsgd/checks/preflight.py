@@ -104,26 +104,28 @@ def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Ba
                 losses = step.losses(batch)
             for row in range(rows):
                 with tape.play(row):
-                    alone = LossAndNorm(step.losses(take_row(batch, row))[0], None)
-                require_agreement(alone, LossAndNorm(losses[row], None), 1.0, step.tolerance(losses))
+                    loss_alone = step.losses(take_row(batch, row))[0]
+                require_agreement(
+                    LossAndNorm(loss_alone, None), LossAndNorm(losses[row], None), 1.0, step.tolerance(losses)
+                )
         return
-    together = clipper.zeros()
+    sum_together = clipper.zeros()
     with clipper:
         with tape.record():
             losses = step.losses(batch)
         norms = clipper.norms(losses)
         threshold = norms.min().clamp(min=1e-12)
         factors = (threshold / norms).clamp(max=1.0)
-        clipper.accumulate(factors, together)
-    alone = clipper.zeros()
+        clipper.accumulate(factors, sum_together)
+    sum_alone = clipper.zeros()
     for row in range(rows):
         with clipper:
             with tape.play(row):
                 loss = step.losses(take_row(batch, row))
             clipper.norms(loss)
-            clipper.accumulate(factors[row : row + 1], alone)
+            clipper.accumulate(factors[row : row + 1], sum_alone)
     allowed = max(_TOLERANCE, 0.1 * step.tolerance(losses)) * rows * float(threshold)
-    if not float((together - alone).norm()) <= allowed + 1e-7:
+    if not float((sum_together - sum_alone).norm()) <= allowed + 1e-7:
         raise BatchCouplingError(COUPLED)
 
 

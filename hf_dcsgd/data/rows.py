@@ -169,11 +169,9 @@ def with_rounded_lengths(collate: Collator, longest: int | None = None) -> Colla
         collate: The data collator. Those of transformers that pad have `pad_to_multiple_of`; others stay as they are.
         longest: The longest row that the model takes: no row is padded beyond it.
     """
-    tokenizer = getattr(collate, "tokenizer", None)
-    can_pad = hasattr(collate, "pad_to_multiple_of") and getattr(tokenizer, "pad_token_id", None) is not None
-    if not can_pad or collate.pad_to_multiple_of is not None:
+    can_pad = getattr(getattr(collate, "tokenizer", None), "pad_token_id", None) is not None
+    if not can_pad or getattr(collate, "pad_to_multiple_of", 1) is not None:
         return collate
-    multiple = LENGTH_MULTIPLE if not longest else math.gcd(LENGTH_MULTIPLE, longest)
     rounded: Any = copy.copy(collate)
-    rounded.pad_to_multiple_of = multiple
+    rounded.pad_to_multiple_of = LENGTH_MULTIPLE if not longest else math.gcd(LENGTH_MULTIPLE, longest)
     return rounded

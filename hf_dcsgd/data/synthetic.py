@@ -37,16 +37,16 @@ def synthetic_like(model: nn.Module, row: Mapping[str, Any], rows: int, keep_tok
 def _made_up(name: str, value: Tensor, vocabulary: int | None, special: Tensor, generator: torch.Generator) -> Tensor:
     if value.is_floating_point():
         return torch.rand(value.shape, generator=generator).to(value)
-    if "input_ids" in name and vocabulary is None:
+    if "input_ids" not in name:
+        return torch.ones_like(value) if "mask" in name else torch.zeros_like(value)
+    if vocabulary is None:
         return torch.stack([row.flatten()[torch.randperm(row.numel(), generator=generator)] for row in value]).view_as(
             value
         )
-    if "input_ids" in name:
-        ordinary = torch.arange(vocabulary)
-        ordinary = ordinary[~torch.isin(ordinary, special)]
-        tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)
-        return torch.where(torch.isin(value, special.to(value)), value, tokens)
-    return torch.ones_like(value) if "mask" in name else torch.zeros_like(value)
+    ordinary = torch.arange(vocabulary)
+    ordinary = ordinary[~torch.isin(ordinary, special)]
+    tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)
+    return torch.where(torch.isin(value, special.to(value)), value, tokens)
 
 
 def _config_tokens(model: nn.Module) -> list[int]:

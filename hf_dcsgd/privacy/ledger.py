@@ -322,7 +322,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 def plan_differences(recorded: Mapping[str, Any], now: Mapping[str, Any], where: str) -> str:
     """Name each setting that differs between the plan recorded `where` and the one now; empty when none does."""
     return "; ".join(
-        f"{key}: {recorded.get(key)!r} in {where}, {now.get(key)!r} now"
+        f"{key}: {recorded.get(key)} in {where}, {now.get(key)} now"
         for key in sorted(recorded.keys() | now.keys())
         if recorded.get(key) != now.get(key)
     )

@@ -67,7 +67,6 @@ class Noise(TypedDict):
 
     noise_multiplier: float
     grad_noise_multiplier: float
-    histogram_noise_multiplier: float | None
     side_noise_multipliers: dict[str, float]
     loss_clip: float | None
 

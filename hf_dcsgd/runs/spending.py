@@ -50,7 +50,7 @@ REGISTRY_FILENAME = "trained_weights.jsonl"
 _DIGESTED_VALUES = 1024
 # A tensor of a few numbers could be met by chance; a few dozen of the large ones are enough to know a model by.
 _FEWEST_VALUES, _MOST_TENSORS = 4, 32
-_remembered: dict[str, Spending] = {}
+_remembered: dict[str, Spending] = {}  # where there is no registry
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,6 @@ def _digests(parameters: Iterable[torch.Tensor]) -> list[str]:
 def _register(spending: Spending, digests: list[str]) -> None:
     if not digests:
         return
-    _remembered.update(dict.fromkeys(digests, spending))
     line = json.dumps({"runs": spending.to_list(), "tensors": digests}) + "\n"
     try:
         file = open_private(registry_path(REGISTRY_FILENAME), os.O_WRONLY | os.O_APPEND)
@@ -238,11 +237,12 @@ def _register(spending: Spending, digests: list[str]) -> None:
         finally:
             os.close(file)
     except OSError as error:
+        _remembered.update(dict.fromkeys(digests, spending))
         logger.warning("what was spent on these weights is remembered in this process only: %s", error)
 
 
 def _registered() -> Iterable[tuple[Spending, set[str]]]:
-    """Yield what this process and the registry remember; lines that cannot be read are passed over."""
+    """Yield what the registry, or else this process, remembers; lines that cannot be read are passed over."""
     yield from ((spending, {digest}) for digest, spending in _remembered.items())
     try:
         lines = registry_path(REGISTRY_FILENAME).read_text(encoding="utf-8").splitlines()

@@ -192,7 +192,7 @@ def _content(rows: Any) -> Iterator[bytes | memoryview]:
 
 def _buffer(tensor: Tensor) -> memoryview:
     value = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(value.view(torch.uint8).numpy())
+    return memoryview(value.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def stored_caches(cache_dir: str | Path | None = None) -> list[dict[str, Any]]:

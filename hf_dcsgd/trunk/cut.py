@@ -114,7 +114,7 @@ class FrozenTrunk:
             return self._as_output(args[0] if args else kwargs["hidden_states"])
 
         for block in self.blocks:
-            block.forward = last if block is self.blocks[-1] else earlier  # type: ignore[method-assign]
+            block.forward = last if block is self.blocks[-1] else earlier
         try:
             yield
         finally:

@@ -58,7 +58,7 @@ class Schema:
 
     def unpack(self, data: np.ndarray, record: np.ndarray) -> dict[str, Tensor]:
         """Turn bytes back into a row."""
-        if zlib.crc32(data) != record[3]:
+        if zlib.crc32(memoryview(data)) != record[3]:  # type: ignore[arg-type]
             raise TrunkCacheError(
                 f"row {record[0]} of the trunk cache was changed on disk; remove it with `hf-dcsgd cache rm`"
             )
