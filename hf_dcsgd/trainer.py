@@ -33,7 +33,7 @@ from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import poisson_dataloader, restack
-from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, move_to, take_only_row, with_rounded_lengths
+from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, take_only_row, with_rounded_lengths
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.privacy.randomness import private_randomness
@@ -48,11 +48,11 @@ from hf_dcsgd.runs.spending import describe_earlier, earlier_statement
 from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
 from hf_dcsgd.step import ExampleLosses, PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import LossFunction, split_labels
+from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
-from hf_dcsgd.trunk.build import TrunkCache
+from hf_dcsgd.trunk.build import TrunkCache, filled_cache
 from hf_dcsgd.trunk.check import require_same_results
-from hf_dcsgd.trunk.cut import FrozenTrunk, TrunkCacheError
+from hf_dcsgd.trunk.cut import TrunkCacheError
 
 logger = logging.getLogger(__name__)
 
@@ -246,8 +246,22 @@ class DCSGDTrainer(PublishingTrainer):
         self._cache = None
         if self.args.trunk_cache == "off":
             return rows, collate
+        rank = self.args.process_index
         try:
-            self._cache = self._filled_cache(rows, collate)
+            with private_randomness(self.args.device), self.compute_loss_context_manager():
+                self._cache = filled_cache(
+                    self.model,
+                    rows,
+                    collate,
+                    label_names=self._loss_settings()[1],
+                    device=self.args.device,
+                    cache_dir=self.args.trunk_cache_dir,
+                    dtype=self.args.trunk_cache_dtype,
+                    largest=self.args.per_device_train_batch_size,
+                    rank=rank,
+                    world_size=self.args.world_size,
+                    show_progress=rank == 0 and not self.args.disable_tqdm,
+                )
         except TrunkCacheError as error:
             if self.args.trunk_cache == "on":
                 error.add_note('trunk_cache="auto" trains such a model without a cache.')
@@ -255,31 +269,6 @@ class DCSGDTrainer(PublishingTrainer):
             logger.warning("training goes on without a trunk cache: %s", error)
             return rows, collate
         return self._cache.store, take_only_row
-
-    def _filled_cache(self, rows: Any, collate: Collator) -> TrunkCache:
-        def inputs_of(batch: Batch) -> Batch:
-            inputs, _ = split_labels(self.model, batch, self._loss_settings()[1])
-            return move_to(inputs, self.args.device)
-
-        with private_randomness(self.args.device), self.compute_loss_context_manager():
-            cache = TrunkCache(
-                FrozenTrunk(self.model),
-                rows,
-                RowCollator(collate),
-                inputs_of,
-                cache_dir=self.args.trunk_cache_dir,
-                dtype=self.args.trunk_cache_dtype,
-                largest=self.args.per_device_train_batch_size,
-            )
-            rank, world_size = self.args.process_index, self.args.world_size
-            if rank == 0:
-                print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
-            cache.fill(
-                range(rank, len(rows), world_size),
-                shard=f"{rank}-of-{world_size}",
-                show_progress=rank == 0 and not self.args.disable_tqdm,
-            )
-        return cache
 
     def _longest_row(self) -> int | None:
         limits = [getattr(self.processing_class, "model_max_length", None)]

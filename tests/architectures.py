@@ -2,7 +2,7 @@
 
 Everything is offline and builds in well under a second. Weights are random on purpose, also where Hugging Face would
 start from zeros or ones (biases, norm weights, LoRA's B), so that no gradient vanishes by accident of initialisation.
-`batch` returns the inputs *without* labels, and the labels apart, as `hf_dcsgd.tasks.losses.per_example_losses` wants them.
+`batch` returns the inputs *without* labels, and the labels apart, as `per_example_losses` wants them.
 Most transformers models cannot run a forward on zero examples (their reshapes cannot infer a size), though `batch` can
 make one.
 """

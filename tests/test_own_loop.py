@@ -38,14 +38,16 @@ def test_the_example_learns_and_leaves_its_report(tmp_path: Path, capsys: pytest
 
 def test_a_loop_that_breaks_off_is_charged_for_what_it_released(tmp_path: Path) -> None:
     model = feature_classifier()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        PrivateRun(model, feature_rows(), default_data_collator, plan_for(model), tmp_path) as run,
-    ):
-        for number, stacks in enumerate(run.batches()):
-            run.step(stacks)
-            if number == 2:
-                raise KeyboardInterrupt
+
+    def broken_off() -> None:
+        with PrivateRun(model, feature_rows(), default_data_collator, plan_for(model), tmp_path) as run:
+            for number, stacks in enumerate(run.batches()):
+                run.step(stacks)
+                if number == 2:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
     assert PrivacyLedger.read(tmp_path).charged == 3
     assert json.loads((tmp_path / "privacy_report.json").read_text())["steps"]["released"] == 3
 

@@ -42,7 +42,8 @@ def test_importing_the_package_alone_loads_nothing_heavy() -> None:
 def test_the_options_are_those_that_were_promised() -> None:
     promised = """target_epsilon target_delta noise_multiplier accountant clipping clip_threshold percentile
         histogram_bins histogram_range histogram_noise_multiplier andrew_learning_rate andrew_count_noise_std du_decay
-        auto_clip_gamma clipping_options trainable_layers trunk_cache trunk_cache_dir trunk_cache_dtype earlier_spending log_train_loss loss_clip
+        auto_clip_gamma clipping_options trainable_layers trunk_cache
+        trunk_cache_dir trunk_cache_dtype earlier_spending log_train_loss loss_clip
         loss_noise_multiplier unsafe_noise_seed"""
     assert {field.name for field in own_fields()} == set(promised.split())
     clipping = next(field for field in own_fields() if field.name == "clipping")

@@ -11,17 +11,18 @@ import hashlib
 import importlib.metadata
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
 from huggingface_hub.constants import HF_HOME
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from hf_dcsgd.data.rows import Batch, RowCollator, batch_length, fetch_row, stack, take_row
+from hf_dcsgd.data.rows import Batch, Collator, RowCollator, batch_length, fetch_row, move_to, stack, take_row
+from hf_dcsgd.tasks.losses import split_labels
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk, TrunkCacheError
 from hf_dcsgd.trunk.store import META_FILENAME, RowStore, Schema
 
@@ -140,6 +141,30 @@ class TrunkCache:
         if others:
             raise TrunkCacheError(f"the collator gives {others[0]!r}, which is no tensor")
         return [{**row, TRUNK_ENTRY: hidden[k : k + 1].to(self._dtype)} for k, (_, row) in enumerate(rows)]
+
+
+def filled_cache(
+    model: nn.Module,
+    rows: Any,
+    collate: Collator,
+    *,
+    label_names: Sequence[str] | None,
+    device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    show_progress: bool = True,
+    **options: Any,
+) -> TrunkCache:
+    """Return a cache that holds the rows of this rank; `options` are those of `TrunkCache`."""
+
+    def inputs_of(batch: Batch) -> Batch:
+        return move_to(split_labels(model, batch, label_names)[0], device)
+
+    cache = TrunkCache(FrozenTrunk(model), rows, RowCollator(collate), inputs_of, **options)
+    if rank == 0:
+        print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
+    cache.fill(range(rank, len(rows), world_size), f"{rank}-of-{world_size}", show_progress=show_progress)
+    return cache
 
 
 def _require_deterministic(rows: Any, collate: RowCollator, sample: Mapping[int, Batch]) -> None:

@@ -161,14 +161,14 @@ class _Shard:
     """Appends rows to one shard: first the numbers, then the records that vouch for them."""
 
     def __init__(self, schema: Schema, index: int, data: int, end: int) -> None:
-        self._schema, self._index, self._data, self._end = schema, index, data, end
+        self._rows_schema, self._index, self._data, self._end = schema, index, data, end
         os.lseek(index, 0, os.SEEK_END)
         os.lseek(data, end, os.SEEK_SET)
 
     def append(self, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
         records, place = [], self._end
         for index, row in rows.items():
-            packed, record = self._schema.pack(index, place, row)
+            packed, record = self._rows_schema.pack(index, place, row)
             _write_all(self._data, packed)
             records.append(record)
             place += len(packed)
