@@ -1,0 +1,80 @@
+"""What is assumed of transformers beyond its documentation, in one place: a release that changes it is named here."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_dcsgd import DCSGDTrainer
+
+# Methods that are overridden, with the parameters that the loop hands over.
+OVERRIDDEN = {
+    "train": ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"],
+    "training_step": ["model", "inputs", "num_items_in_batch"],
+    "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+    "get_train_dataloader": [],
+    "get_eval_dataloader": ["eval_dataset"],
+    "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
+    "call_model_init": ["trial"],
+    "log": ["logs", "start_time"],
+    "floating_point_ops": ["inputs"],
+    "save_model": ["output_dir", "_internal_call"],
+    "push_to_hub": ["commit_message", "blocking", "token", "revision", "kwargs"],
+    "_push_from_checkpoint": ["checkpoint_folder"],
+}
+# Private methods that are called, and why there is no public way.
+CALLED = {
+    "_remove_unused_columns": ["dataset", "description"],  # the columns that the model takes
+    "_get_collator_with_removed_columns": ["data_collator", "description"],  # the same for other datasets
+    "_get_output_dir": ["trial"],  # where a trial of a search keeps its files
+    "_finish_current_push": [],  # before another push is begun
+}
+# What the loop does, as its source says: (where, text that must be found there, what rests on it).
+ASSUMED = (
+    ("_inner_training_loop", "self.get_train_dataloader()", "ranks agree there, before the model is wrapped"),
+    ("_inner_training_loop", "on_train_begin", "the run is started there, after the optimizer was made"),
+    ("_run_epoch", "self.get_batch_samples(", "one call takes the micro-batches of one logical batch"),
+    ("_run_epoch", "_set_sync_gradients(do_sync_step)", "`sync_gradients` says when a logical batch is complete"),
+    ("_run_epoch", "self.training_step(model, inputs, num_items_in_batch)", "micro-batches are handed on as they are"),
+    ("_save_checkpoint", "self.save_model(", "checkpoints are saved by the public method"),
+)
+
+
+def parameters(owner: type, method: str) -> list[str]:
+    return [name for name in inspect.signature(getattr(owner, method)).parameters if name != "self"]
+
+
+@pytest.mark.parametrize("method", OVERRIDDEN)
+def test_overridden_methods_take_what_transformers_hands_them(method: str) -> None:
+    assert parameters(Trainer, method) == OVERRIDDEN[method]
+    assert parameters(DCSGDTrainer, method) == OVERRIDDEN[method]
+
+
+@pytest.mark.parametrize("method", CALLED)
+def test_called_methods_are_there(method: str) -> None:
+    assert parameters(Trainer, method) == CALLED[method]
+
+
+def test_the_arguments_of_the_trainer_are_those_of_transformers_and_one_more() -> None:
+    assert parameters(DCSGDTrainer, "__init__") == [*parameters(Trainer, "__init__"), "per_example_loss_func"]
+
+
+def test_one_private_method_is_overridden() -> None:
+    ours = {name for owner in DCSGDTrainer.__mro__ if "hf_dcsgd" in owner.__module__ for name in vars(owner)}
+    private = {name for name in ours & set(dir(Trainer)) if name.startswith("_") and not name.startswith("__")}
+    assert private == {"_push_from_checkpoint"}
+
+
+@pytest.mark.parametrize(("method", "text", "reason"), ASSUMED, ids=lambda value: str(value)[:40])
+def test_the_loop_does_what_is_assumed(method: str, text: str, reason: str) -> None:
+    assert text in inspect.getsource(getattr(Trainer, method)), reason
+
+
+def test_the_state_of_callbacks_is_saved_with_the_trainer(tmp_path) -> None:
+    state = TrainerState(stateful_callbacks={"PrivacyCallback": {"args": {}, "attributes": {"saved": {"a": 1}}}})
+    state.save_to_json(str(tmp_path / TRAINER_STATE_NAME))
+    again = TrainerState.load_from_json(str(tmp_path / TRAINER_STATE_NAME))
+    assert again.stateful_callbacks["PrivacyCallback"]["attributes"]["saved"] == {"a": 1}
