@@ -15,7 +15,6 @@ import argparse
 import copy
 import logging
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +24,7 @@ from timing import alternate, show
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
-from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
 
@@ -65,25 +63,22 @@ def plain_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[],
     return step
 
 
-def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, folder: str) -> Callable[[], None]:
+def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str) -> Callable[[], None]:
     size = len(batch["labels"])
-    args = DCSGDTrainingArguments(
-        folder,
-        clipping=clipping,
-        trainable_layers="as_is",
+    plan = PrivacyPlan.create(
+        dataset_size=400 * size,
+        expected_batch_size=size,
+        steps=10**6,
+        num_parameters=sum(p.numel() for p in trainable(model)),
         noise_multiplier=0.5,
-        per_device_train_batch_size=size,
-        max_steps=10**6,
-        use_cpu=True,
+        clipping=clipping,
     )
-    trainer = DCSGDTrainer(model, args, train_dataset=[{"labels": 0}] * (400 * size))
-    trainer.clipper = GhostClipper(model)
-    trainer.mechanism = DPMechanism(trainer.plan)
-    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    private = PrivateStep(model, DPMechanism(plan))
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
 
     def step() -> None:
-        trainer.training_step(model, batch)
+        private.accumulate(batch)
+        private.release()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -140,20 +135,19 @@ def main() -> None:
     layers = "" if options.layers == DEFAULT_LAYERS else re.sub(r"\W+", "_", f"_{options.layers}")
     name = f"{options.size}{layers}"
     setting = vars(options) | {"torch threads": torch.get_num_threads()}
-    with tempfile.TemporaryDirectory() as folder:
-        peers = {
-            "plain training": plain_step(copy.deepcopy(model), batch),
-            "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e", folder),
-            "Opacus ghost clipping": opacus_step(copy.deepcopy(model), batch, ghost=True),
-            "Opacus per-example gradients": opacus_step(copy.deepcopy(model), batch, ghost=False),
-        }
-        show("One step", alternate(peers, options.rounds), setting, f"step_cost_{name}.json")
-        strategies = {
-            clipping: our_step(copy.deepcopy(model), batch, clipping, folder)
-            for clipping in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
-        }
-        table = alternate(strategies, 2 * options.rounds)
-        show("One step by strategy", table, setting, f"strategy_cost_{name}.json")
+    peers = {
+        "plain training": plain_step(copy.deepcopy(model), batch),
+        "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e"),
+        "Opacus ghost clipping": opacus_step(copy.deepcopy(model), batch, ghost=True),
+        "Opacus per-example gradients": opacus_step(copy.deepcopy(model), batch, ghost=False),
+    }
+    show("One step", alternate(peers, options.rounds), setting, f"step_cost_{name}.json")
+    strategies = {
+        clipping: our_step(copy.deepcopy(model), batch, clipping)
+        for clipping in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
+    }
+    table = alternate(strategies, 2 * options.rounds)
+    show("One step by strategy", table, setting, f"strategy_cost_{name}.json")
 
 
 if __name__ == "__main__":
