@@ -460,7 +460,7 @@ def test_presets_would_undo_an_adapter_and_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_its_own_special_tokens_passes_the_check(tmp_path: Path) -> None:
-    """BART classifies at its end-of-sequence token: a made-up batch must keep it, with and without a tokenizer."""
+    """BART classifies at its end-of-sequence token: synthetic rows must keep it, with and without a tokenizer."""
     base = ARCHITECTURES["bart"].build().config
     model = hf.BartForSequenceClassification(
         hf.BartConfig(**{**base.to_dict(), "num_labels": 3, "eos_token_id": 2, "forced_eos_token_id": 2})
