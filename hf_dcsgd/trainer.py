@@ -102,6 +102,7 @@ class DCSGDTrainer(PublishingTrainer):
         per_example_loss_func: LossFunction | None = None,
     ) -> None:
         refuse_overrides(self, DCSGDTrainer)
+        refuse_sharding_environment()
         validate_inputs(
             model=model,
             data_collator=data_collator,
@@ -139,7 +140,6 @@ class DCSGDTrainer(PublishingTrainer):
             preprocess_logits_for_metrics,
         )
         refuse_several_devices(self.args.n_gpu)
-        refuse_sharding_environment()
         refuse_lone_processes(self.args.world_size)
         refuse_split_model(self.model, is_model_parallel=self.is_model_parallel)
         refuse_training_data(self.train_dataset, self.eval_dataset)

@@ -20,7 +20,6 @@ from hf_dcsgd.tasks.losses import (
     checked_user_losses,
     loss_kind,
     per_example_losses,
-    require_separable_losses,
     split_labels,
     unwrapped_model,
 )
@@ -427,33 +426,6 @@ def test_a_scalar_is_refused_for_a_batch_of_one_and_no_grad_needs_no_grad() -> N
         checked_user_losses(lambda o, y: F.cross_entropy(o, y), logits, labels, 1)
     with torch.no_grad():
         assert checked_user_losses(own_losses, {"logits": logits}, labels, 1).shape == (1,)
-
-
-OUTPUT_FORMS = [
-    lambda logits: hf.modeling_outputs.SequenceClassifierOutput(logits=logits),
-    lambda logits: {"logits": logits},
-    lambda logits: SimpleNamespace(logits=logits),
-]
-
-
-@pytest.mark.parametrize("form", OUTPUT_FORMS)
-def test_losses_that_mix_examples_are_found(form) -> None:
-    torch.manual_seed(0)
-    outputs, labels = form(torch.randn(4, 3)), torch.tensor([0, -100, 2, 0])
-
-    def separate(outputs, labels):
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
-        return F.cross_entropy(logits, labels, reduction="none")
-
-    require_separable_losses(separate, outputs, labels, 4)
-    require_separable_losses(lambda o, y: separate(o, y["a"]), outputs, {"a": labels}, 4)
-    for mixed in (
-        lambda o, y: separate(o, y) / (y != -100).sum(),
-        lambda o, y: separate(o, y) - separate(o, y).mean(),
-        lambda o, y: separate(o, y).flip(0),
-    ):
-        with pytest.raises(ValueError, match="another loss within a batch than alone"):
-            require_separable_losses(mixed, outputs, labels, 4)
 
 
 # --- labels out of a batch -------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
-from tiny_tasks import CLASSES, FEATURES, feature_classifier, feature_rows, feature_trainer, force_draws, watch_steps
+from tiny_tasks import (
+    CLASSES,
+    FEATURES,
+    feature_classifier,
+    feature_rows,
+    feature_trainer,
+    flat_parameters,
+    force_draws,
+    watch_steps,
+)
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -175,6 +184,27 @@ def test_frozen_tensors_are_compared_with_what_they_were() -> None:
     model(torch.ones(2, FEATURES))
     with pytest.raises(UnsupportedModelError, match=r"front\.center"):
         writes.refuse_changes(before)
+
+
+class CenteringFarOut(nn.Module):
+    """Couples only rows that are far out, which no synthetic row is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if x.detach().abs().max() > 100 else x
+
+
+def test_coupling_that_only_real_rows_show_is_charged_and_not_released(tmp_path: Path) -> None:
+    rows = feature_rows()
+    for row in rows[:16]:
+        row["features"] = 1e3 * row["features"]
+    trainer = feature_trainer(tmp_path, Behind(CenteringFarOut()), rows=rows, trainable_layers="as_is")
+    before = flat_parameters(trainer.model)
+    force_draws(trainer, lambda: list(range(16)))
+    with pytest.raises(BatchCouplingError, match="batched with others"):
+        trainer.train()
+    assert PrivacyLedger.read(tmp_path).charged == 1
+    assert torch.equal(flat_parameters(trainer.model), before)
+    assert trainer.mechanism.released == 0
 
 
 # --- gradients that nobody clipped -----------------------------------------------------------------------------------

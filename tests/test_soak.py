@@ -74,7 +74,8 @@ def test_five_thousand_steps_in_flat_memory(tmp_path: Path, monkeypatch: pytest.
     print(f"{SOAK_STEPS} steps: {growth / 2**20:+.2f} MB after the warm-up, {slope:+.1f} bytes per step")
     # The trace of thresholds and the ledger's hashes in memory are some hundred bytes per step.
     assert growth < 8 * 2**20
-    assert len(set(watch.tensors[settled:])) == 1
+    # Two for each stack of the last draw; one left behind per step would make 250 more each time.
+    assert max(watch.tensors[settled:]) - min(watch.tensors[settled:]) <= 12
 
     trace = read_trace(tmp_path)
     assert [line["step"] for line in trace] == list(range(1, SOAK_STEPS + 1))
@@ -96,16 +97,17 @@ def test_five_thousand_steps_in_flat_memory(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_logical_batches_of_8192_over_256_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
+    drawn: list[list[int]] = [[]]
     releases: list[torch.Tensor] = []
     clip_factors, release = DPMechanism.clip_factors, DPMechanism.release
 
     def counting(self: DPMechanism, norms: torch.Tensor, losses: torch.Tensor | None = None) -> torch.Tensor:
-        drawn.append(len(norms))
+        drawn[-1].append(len(norms))
         return clip_factors(self, norms, losses)
 
     def watched(self: DPMechanism, clipped_sum: torch.Tensor):
         releases.append(clipped_sum.clone())
+        drawn.append([])
         return release(self, clipped_sum)
 
     monkeypatch.setattr(DPMechanism, "clip_factors", counting)
@@ -123,12 +125,11 @@ def test_logical_batches_of_8192_over_256_micro_batches(tmp_path: Path, monkeypa
     trainer.train()
     assert trainer.plan.expected_batch_size == 8_192
     assert trainer.plan.sampling_rate == 0.5
-    assert len(drawn) == 4 * 256
-    per_step = np.array(drawn).reshape(4, 256)
-    assert (per_step.max(axis=1) - per_step.min(axis=1) <= 1).all()
-    deviation = math.sqrt(16_384 * 0.25)
-    assert (abs(per_step.sum(axis=1) - 8_192) < 6 * deviation).all()
     assert len(releases) == 4
+    for sizes in drawn[:4]:
+        assert len(sizes) == math.ceil(sum(sizes) / 32)
+        assert max(sizes) - min(sizes) <= 1
+        assert abs(sum(sizes) - 8_192) < 6 * math.sqrt(16_384 * 0.25)
     assert PrivacyLedger.read(tmp_path).charged == 4
     # The weights never move, so every clipped sum estimates the same mean over all rows.
     sums = torch.stack(releases) / 8_192

@@ -322,6 +322,14 @@ def test_plain_training_arguments_are_refused(tmp_path: Path, with_init: bool) -
 # --- losses of one's own ---------------------------------------------------------------------------------------------
 
 
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def centered(losses: torch.Tensor) -> torch.Tensor:
+    return losses - losses.mean()
+
+
 def test_a_per_example_loss_of_ones_own(tmp_path: Path) -> None:
     """The built-in loss, given by the user, trains the same model; another one, another."""
 
@@ -332,9 +340,6 @@ def test_a_per_example_loss_of_ones_own(tmp_path: Path) -> None:
         trainer.train()
         assert trainer.evaluate()["eval_loss"] > 0
         return flat_parameters(trainer.model)
-
-    def cross_entropy(logits, labels):  # type: ignore[no-untyped-def]
-        return nn.functional.cross_entropy(logits, labels, reduction="none")
 
     def brier(logits, labels):  # type: ignore[no-untyped-def]
         return (logits.softmax(-1) - nn.functional.one_hot(labels, 3)).square().sum(-1)
@@ -350,7 +355,14 @@ def test_a_per_example_loss_of_ones_own(tmp_path: Path) -> None:
         (lambda logits, labels: nn.functional.cross_entropy(logits, labels), ValueError, "returned a scalar"),
         (lambda logits, labels: logits.square(), ValueError, "one loss per example"),
         (
-            lambda logits, labels: nn.functional.cross_entropy(logits, labels, reduction="none") / len(labels),
+            lambda logits, labels: cross_entropy(logits, labels) / len(labels),
+            BatchCouplingError,
+            "batched with others",
+        ),
+        (lambda logits, labels: centered(cross_entropy(logits, labels)), BatchCouplingError, "other examples|others"),
+        (lambda logits, labels: cross_entropy(logits, labels).flip(0), BatchCouplingError, "other examples|others"),
+        (
+            lambda logits, labels: cross_entropy(logits, labels) / (labels != -100).sum(),
             BatchCouplingError,
             "batched with others",
         ),
@@ -448,7 +460,7 @@ def test_presets_would_undo_an_adapter_and_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_its_own_special_tokens_passes_the_check(tmp_path: Path) -> None:
-    """BART classifies at its end-of-sequence token: a made-up batch must keep it, with and without a tokenizer."""
+    """BART classifies at its end-of-sequence token: synthetic rows must keep it, with and without a tokenizer."""
     base = ARCHITECTURES["bart"].build().config
     model = hf.BartForSequenceClassification(
         hf.BartConfig(**{**base.to_dict(), "num_labels": 3, "eos_token_id": 2, "forced_eos_token_id": 2})

@@ -1,7 +1,7 @@
 """One loss per example, from a model's outputs and labels.
 
 Guarantee: entry i of every vector returned here is a function of row i of the outputs and row i of the labels alone.
-Nothing is normalised over the batch (not even over its number of tokens), so that adding or removing one example
+Nothing is normalized over the batch (not even over its number of tokens), so that adding or removing one example
 leaves the losses, and hence the gradients, of all others as they were. For a batch of one example the value is the
 loss that transformers' own model computes.
 
@@ -20,15 +20,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import is_dataclass
-from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.utils.generic import find_labels
 
@@ -153,7 +149,7 @@ def checked_user_losses(loss_function: LossFunction, outputs: Any, labels: Any, 
     """`loss_function(outputs, labels)` as fp32, after checking that it is one differentiable loss per example.
 
     What cannot be seen from one call, namely whether entry i depends on other examples, is left to
-    `require_separable_losses`.
+    `checks/preflight.py`.
     """
     losses = loss_function(outputs, labels)
     name = getattr(loss_function, "__name__", type(loss_function).__name__)
@@ -175,27 +171,6 @@ def checked_user_losses(loss_function: LossFunction, outputs: Any, labels: Any, 
     if torch.is_grad_enabled() and not losses.requires_grad:
         raise ValueError(f"the losses of {name} do not require grad: they are detached from the model's outputs")
     return losses.float()
-
-
-def require_separable_losses(loss_function: LossFunction, outputs: Any, labels: Any, batch_size: int) -> None:
-    """Raises ValueError if an example's loss changes when `loss_function` sees that example alone.
-
-    Catches losses that are normalised, centred or contrasted over the batch, which void the privacy guarantee: one
-    example then moves the gradients of the others. Costs one call per example: meant for the first batch. Every tensor
-    in `outputs` and `labels` whose first axis is the batch is cut; a batch below 2 shows nothing.
-    """
-    if batch_size < 2:
-        return
-    with torch.no_grad():
-        together = loss_function(outputs, labels)
-        for i in range(batch_size):
-            outputs_i, labels_i = (_example(tree, i, batch_size) for tree in (outputs, labels))
-            alone = loss_function(outputs_i, labels_i)
-            if not torch.allclose(alone.float(), together[i : i + 1].float(), rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise ValueError(
-                    "the loss function gives an example another loss within a batch than alone: each loss may depend "
-                    "on its own example only, so nothing may be normalised, centred or compared over the batch"
-                )
 
 
 def split_labels(
@@ -354,21 +329,6 @@ def _output(outputs: Any, name: str, position: int) -> Tensor:
         known = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(f"expected {name} in the model's outputs, got {known}; pass a loss function of your own")
     return value
-
-
-def _example(tree: Any, index: int, batch_size: int) -> Any:
-    """Row `index` of every tensor with a batch axis in nested containers, model outputs or an object's attributes."""
-
-    def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf[index : index + 1] if leaf.ndim > 0 and leaf.shape[0] == batch_size else leaf
-        if isinstance(leaf, SimpleNamespace) or is_dataclass(leaf):
-            leaf = copy(leaf)
-            for name, value in vars(leaf).items():
-                object.__setattr__(leaf, name, _example(value, index, batch_size))
-        return leaf
-
-    return pytree.tree_map(cut, tree)
 
 
 def _decoder_input_ids(model: nn.Module, labels: Tensor) -> Tensor:
