@@ -23,7 +23,7 @@ from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.checks.forward_writes import refuse_forward_writes
 from hf_dcsgd.checks.preflight import check_before_training, require_kinds
-from hf_dcsgd.data.loading import Batch, batch_length, cut, poisson_dataloader, row_lengths
+from hf_dcsgd.data.loading import Batch, batch_length, cut, poisson_dataloader
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS
@@ -170,8 +170,6 @@ class DCSGDTrainer(PublishingTrainer):
             raise ValueError("Trainer: training requires a train_dataset.")
         self.plan = plan = self._make_plan()
         rows, collate = self._rows_and_collator()
-        by_length = self.args.train_sampling_strategy == "group_by_length"
-        input_name = getattr(self.model, "main_input_name", "input_ids")
         sampler = PoissonBatchSampler(
             plan.dataset_size,
             plan.expected_batch_size,
@@ -179,7 +177,6 @@ class DCSGDTrainer(PublishingTrainer):
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             rank=self.args.process_index,
             world_size=plan.world_size,
-            lengths=row_lengths(self.train_dataset, self.args.length_column_name, input_name) if by_length else None,
             unsafe_seed=plan.unsafe_noise_seed,
         )
         return poisson_dataloader(rows, sampler, collate, self.args)
