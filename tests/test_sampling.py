@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler, bernoulli_positions, map_style_length
 
 # A correct sampler fails one of the statistical tests below about once in a million runs.
 ALPHA = 1e-7
@@ -108,12 +109,10 @@ def test_ranks_draw_independently_from_disjoint_shards():
     steps=st.integers(0, 6),
     accumulation=st.integers(1, 5),
     world_size=st.integers(1, 4),
-    with_lengths=st.booleans(),
 )
 @settings(deadline=None)
-def test_shape_of_what_is_yielded(size, fraction, steps, accumulation, world_size, with_lengths):
+def test_shape_of_what_is_yielded(size, fraction, steps, accumulation, world_size):
     expected = max(1, int(size * fraction))
-    lengths = np.random.default_rng(size).integers(1, 50, size).tolist() if with_lengths else None
     for rank in range(world_size):
         sampler = PoissonBatchSampler(
             size,
@@ -122,7 +121,6 @@ def test_shape_of_what_is_yielded(size, fraction, steps, accumulation, world_siz
             gradient_accumulation_steps=accumulation,
             rank=rank,
             world_size=world_size,
-            lengths=lengths,
         )
         micro_batches = list(sampler)
         assert len(micro_batches) == len(sampler) == steps * accumulation
@@ -148,14 +146,65 @@ def test_full_batch_takes_everything():
     assert list(PoissonBatchSampler(7, 7, steps=2)) == [list(range(7))] * 2
 
 
-def test_sorting_by_length_changes_the_cut_not_the_draw():
-    lengths = np.random.default_rng(0).integers(1, 100, 500)
-    sampler = PoissonBatchSampler(500, 100, steps=1, gradient_accumulation_steps=5, lengths=lengths)
-    draw = sampler.draw()
-    parts = sampler.split(draw)
-    assert sorted(chain.from_iterable(parts)) == draw.tolist()
-    in_order = [lengths[index] for part in parts for index in part]
-    assert in_order == sorted(in_order)
+# --- skipping from success to success --------------------------------------------------------------------------------
+
+RATES = [1e-3, 0.003, 0.02, 0.0999, 0.1, 0.1001, 0.5, 0.97, 0.9999]
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_gaps_between_successes_are_geometric(rate):
+    """Gaps, the first one included, have the law of those in a direct draw: (1 - q)^k · q."""
+    trials = int(30_000 / rate)
+    positions = bernoulli_positions(np.random.default_rng(), trials, rate)
+    gaps = np.diff(positions, prepend=-1)
+    assert gaps.min() >= 1
+    assert positions[-1] < trials
+    assert stats.binomtest(len(positions), trials, rate).pvalue > ALPHA
+    # Cells of about equal probability; the long gaps together are one more.
+    edges = np.unique(stats.geom.ppf(np.linspace(0.05, 0.95, 19), rate))
+    observed = np.bincount(np.searchsorted(edges, gaps), minlength=len(edges) + 1)
+    cells = np.diff(stats.geom.cdf(edges, rate), prepend=0.0, append=1.0)
+    assert stats.chisquare(observed, cells * len(gaps)).pvalue > ALPHA
+    direct = np.diff(np.flatnonzero(np.random.default_rng().random(trials) < rate), prepend=-1)
+    assert stats.ks_2samp(gaps, direct).pvalue > ALPHA
+    # One gap tells nothing of the next.
+    assert stats.pearsonr(gaps[1:], gaps[:-1]).pvalue > ALPHA or rate > 0.99
+
+
+@pytest.mark.parametrize("rate", [0.004, 0.05, 0.1])
+@pytest.mark.parametrize("size", [1, 2, 7, 120])
+def test_every_position_succeeds_at_its_rate_by_skipping(rate, size):
+    """Also the first and the last one, where the runs begin and end."""
+    generator, rounds = np.random.default_rng(), 30_000
+    successes = np.zeros(size)
+    for _ in range(rounds):
+        successes[bernoulli_positions(generator, size, rate)] += 1
+    low, high = stats.binom.interval(1 - ALPHA / size, rounds, rate)
+    assert low <= successes.min()
+    assert successes.max() <= high
+
+
+@pytest.mark.parametrize("rate", [1e-12, 0.1, 1.0])
+def test_positions_at_the_borders(rate):
+    generator = np.random.default_rng()
+    assert bernoulli_positions(generator, 0, rate).tolist() == []
+    for size in (1, 10):
+        positions = bernoulli_positions(generator, size, rate)
+        assert positions.dtype == np.int64
+        assert positions.tolist() == sorted(set(positions.tolist()) & set(range(size)))
+        assert rate < 1 or len(positions) == size
+
+
+def test_a_draw_from_ten_million_records_takes_memory_for_the_drawn_ones_alone():
+    sampler = PoissonBatchSampler(10_000_000, 20_000, steps=1)
+    sampler.draw()  # numpy's own modules are loaded
+    tracemalloc.start()
+    drawn = [index for part in sampler for index in part]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * 20_000 < 10_000_000
+    low, high = stats.binom.interval(1 - ALPHA, 10_000_000, 0.002)
+    assert low <= len(drawn) <= high
 
 
 def test_each_iteration_draws_afresh_whatever_the_global_seeds():
@@ -244,7 +293,6 @@ def test_only_map_style_datasets_have_a_length():
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
         ({"rank": 1}, "rank < world_size, got 1 and 1"),
         ({"steps": -1}, "steps"),
-        ({"lengths": [1, 2]}, "one length per record"),
     ],
 )
 def test_arguments_are_checked(arguments, message):

@@ -39,7 +39,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _count(self, tensor: Tensor) -> None:
         storage, key = tensor.untyped_storage(), _storage_id(tensor)
-        if key in self._counted:
+        if key in self._counted or tensor.is_meta:
             return
         self._counted.add(key)
         self.live += storage.nbytes()

@@ -5,16 +5,16 @@ size) and N (dataset size) are public; a record is at most once in a logical bat
 with separate randomness, so the union over ranks is one Poisson draw from the whole dataset. The randomness comes from
 the operating system: the global generators and their public seeds are neither read nor moved, and it is never saved.
 
-The draw is then cut into micro-batches. The released sum does not depend on the cut, so it may follow the data
-(sorting by length saves padding) at no cost in privacy.
+A draw takes time and memory in proportion to the records drawn, qN, not to N. It is then cut into micro-batches; the
+released sum does not depend on the cut.
 
 | edge case | behavior |
 |---|---|
-| empty draw | ``gradient_accumulation_steps`` empty micro-batches: the step is noise only, never skipped |
-| draw smaller than ``gradient_accumulation_steps`` | the last micro-batches are empty |
-| B > N | ``ValueError`` |
-| iterable dataset, or one without a length | ``TypeError`` from :func:`map_style_length` |
-| ``unsafe_seed`` | the draws are a function of the seed and the rank: amplification by sampling is void |
+| empty draw | `gradient_accumulation_steps` empty micro-batches: the step is noise only, never skipped |
+| draw smaller than `gradient_accumulation_steps` | the last micro-batches are empty |
+| B > N | `ValueError` |
+| iterable dataset, or one without a length | `TypeError` from `map_style_length` |
+| `unsafe_seed` | the draws are a function of the seed and the rank: amplification by sampling is void |
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from torch.utils.data import IterableDataset, Sampler
 from hf_dcsgd.validation import require, require_count
 
 _ENTROPY_BYTES = 32
+# Up to this rate, drawing the gaps between records is cheaper than one number for every record.
+_LARGEST_SKIPPING_RATE = 0.1
 
 
 def map_style_length(dataset: object) -> int:
-    """Number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
+    """Returns the number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"expected one train_dataset, got a {type(dataset).__name__} with the keys "
@@ -46,11 +48,36 @@ def map_style_length(dataset: object) -> int:
     return require_count("dataset size", len(dataset))
 
 
-class PoissonBatchSampler(Sampler[list[int]]):
-    """Batch sampler: ``steps`` logical batches, each cut into ``gradient_accumulation_steps`` micro-batches.
+def bernoulli_positions(generator: np.random.Generator, size: int, rate: float) -> np.ndarray:
+    """Returns the ascending positions of the successes among `size` independent trials of probability `rate`.
 
-    Rank r draws from the shard ``r::world_size``. ``expected_batch_size`` is B over all ranks. ``lengths`` (one per
-    record of the whole dataset) puts records of like length into the same micro-batch. Each ``iter()`` draws afresh.
+    Below a rate of 0.1 in time and memory O(rate·size), by drawing the number of failures before each success:
+
+    - Let E be exponential with mean 1 and λ = -log(1 - rate). Then P(⌊E/λ⌋ ≥ k) = P(E ≥ kλ) = (1 - rate)^k, the
+      probability of k failures in a row: ⌊E/λ⌋ has the law of the failures before a success, also before the first.
+    - Independent trials begin anew after each success, so the runs of failures between successes are independent. A
+      sequence of trials is determined by its runs: trials made from independent runs of this law are Bernoulli trials.
+    - When to stop is seen from the runs drawn so far, so that those drawn in vain change nothing.
+
+    As in comparing one uniform number per trial with the rate, the only error is that of double precision.
+    """
+    if rate > _LARGEST_SKIPPING_RATE:
+        return np.flatnonzero(generator.random(size) < rate)
+    found, last = [], -1
+    while last < size - 1:
+        missing = rate * (size - 1 - last)
+        failures = generator.standard_exponential(int(missing + 4 * np.sqrt(missing)) + 16) / -np.log1p(-rate)
+        # A run longer than all trials is as good as one of that length, and cannot overflow.
+        positions = last + np.cumsum(1 + np.minimum(failures, size).astype(np.int64))
+        found.append(positions[: np.searchsorted(positions, size)])
+        last = int(positions[-1])
+    return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+class PoissonBatchSampler(Sampler[list[int]]):
+    """Yields `steps` logical batches, each cut into `gradient_accumulation_steps` micro-batches.
+
+    Rank r draws from the shard `r::world_size`. `expected_batch_size` is B over all ranks. Each `iter()` draws afresh.
     """
 
     def __init__(
@@ -62,7 +89,6 @@ class PoissonBatchSampler(Sampler[list[int]]):
         gradient_accumulation_steps: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        lengths: Sequence[int] | None = None,
         unsafe_seed: int | None = None,
     ) -> None:
         self.dataset_size = require_count("dataset_size", dataset_size)
@@ -77,17 +103,11 @@ class PoissonBatchSampler(Sampler[list[int]]):
         require(0 <= rank < world_size, f"expected 0 <= rank < world_size, got {rank} and {world_size}")
         self.rank = rank
         self.unsafe_seed = unsafe_seed
-        self._lengths = None if lengths is None else np.asarray(lengths)
-        if self._lengths is not None:
-            require(
-                self._lengths.shape == (dataset_size,),
-                f"expected one length per record, got {self._lengths.shape} for dataset_size {dataset_size}",
-            )
         self._generator: np.random.Generator | None = None
 
     @property
     def sampling_rate(self) -> float:
-        """q = B/N."""
+        """Returns q = B/N."""
         return self.expected_batch_size / self.dataset_size
 
     def __len__(self) -> int:
@@ -98,15 +118,13 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield from self.split(self.draw())
 
     def draw(self) -> np.ndarray:
-        """One Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
-        shard = np.arange(self.rank, self.dataset_size, self.world_size)
-        return shard[self._random().random(len(shard)) < self.sampling_rate]
+        """Makes one Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
+        shard_size = len(range(self.rank, self.dataset_size, self.world_size))
+        return self.rank + self.world_size * bernoulli_positions(self._random(), shard_size, self.sampling_rate)
 
     def split(self, draw: Sequence[int] | np.ndarray) -> list[list[int]]:
-        """The draw cut into ``gradient_accumulation_steps`` lists whose sizes differ by at most one."""
+        """Cuts the draw into `gradient_accumulation_steps` lists whose sizes differ by at most one."""
         indices = np.asarray(draw, dtype=np.int64)
-        if self._lengths is not None:
-            indices = indices[np.argsort(self._lengths[indices], kind="stable")]
         return [part.tolist() for part in np.array_split(indices, self.gradient_accumulation_steps)]
 
     def _random(self) -> np.random.Generator:
