@@ -372,8 +372,8 @@ def test_the_benchmark_of_collective_calls(tmp_path: Path) -> None:
 
 def glue_command(folder: Path) -> list[str | Path]:
     """The example on files of two dozen rows and a tiny model, which this writes."""
-    for name, rows in (("train", 48), ("dev", 9)):
-        lines = [f"{'good' if k % 2 else 'bad'} film {k}\t{k % 2}" for k in range(rows)]
+    for name, rows, film in (("train", 48, "film"), ("dev", 9, "film film")):
+        lines = [f"{'good' if k % 2 else 'bad'} {film} {k}\t{k % 2}" for k in range(rows)]
         (folder / f"{name}.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     files = ("--train_file", folder / "train.tsv", "--validation_file", folder / "dev.tsv", "--max_seq_length", "16")
     size = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "2")

@@ -70,8 +70,8 @@ def test_from_arguments_to_card_and_audit(outside: ModuleType, tmp_path: Path, n
     assert trainer.plan is not None
     assert trainer.plan.settings == {"clip_threshold": 1.0, "final_share": 0.25}
     assert "linear_decay, clip_threshold 1, final_share 0.25" in describe_plan(trainer.plan)
-    assert trainer.clipper is not None
-    assert trainer.clipper.rules()["scale"] == "scale_rule"
+    assert trainer.step is not None
+    assert trainer.step.clipper.rules()["scale"] == "scale_rule"
     report = trainer.privacy_report()
     assert report["clipping"] == {"strategy": "linear_decay", "settings": dict(trainer.plan.settings)}
     assert report["trajectory"]["clip_threshold"] == pytest.approx([1.0, 0.8125, 0.625, 0.4375])

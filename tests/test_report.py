@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from simulated_runs import STEPS, plan_of, simulate, write_trace
 from tiny_tasks import BATCH, SIGMA, N, feature_classifier, feature_trainer
 from transformers import TrainerCallback
+from transformers.trainer_utils import TrainOutput
 
 from hf_dcsgd.cli import main
 from hf_dcsgd.clipping import STRATEGIES
@@ -390,9 +391,12 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
     mechanism, nothing = trainer.mechanism, {"trainable_layers": None, "rules": {}, "slow_parameters": []}
-    monkeypatch.setattr(
-        "transformers.Trainer.train", lambda self, *args: self.record_run(tmp_path, mechanism, **nothing)
-    )
+
+    def started(self, *args):  # type: ignore[no-untyped-def]
+        self.record_run(tmp_path, mechanism, **nothing)
+        return TrainOutput(0, 0.0, {})
+
+    monkeypatch.setattr("transformers.Trainer.train", started)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.create_model_card()

@@ -464,14 +464,16 @@ def test_a_wrong_rule_is_found_before_anything_is_charged(tmp_path: Path, monkey
     assert not (tmp_path / PrivacyLedger.FILENAME).exists()
 
 
-def test_a_wrong_rule_that_the_clipper_finds_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_named_before_anything_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = registry._RULES[nn.Linear]
-    settings = {"clipping": "fixed", "unsafe_noise_seed": 5}
-    expected = trained_parameters(feature_trainer(tmp_path / "right", **settings))
-    monkeypatch.setitem(registry._RULES, nn.Linear, lambda module, inputs, grad: rule(module, inputs, grad / 2))
-    wrong = feature_trainer(tmp_path / "wrong", **settings)
-    torch.testing.assert_close(trained_parameters(wrong), expected)
-    assert wrong.step.clipper.slow_parameters
+
+    def half_of_it(module, inputs, grad):  # type: ignore[no-untyped-def]
+        return rule(module, inputs, grad / 2)
+
+    monkeypatch.setitem(registry._RULES, nn.Linear, half_of_it)
+    with pytest.raises(UnsupportedModelError, match=r"half_of_it for hidden \(Linear\) is wrong"):
+        feature_trainer(tmp_path, clipping="fixed").train()
+    assert not (tmp_path / PrivacyLedger.FILENAME).exists()
 
 
 def test_the_check_leaves_no_gradients_and_no_mode_behind(tmp_path: Path) -> None:
