@@ -48,7 +48,7 @@ def test_the_sum_is_taken_of_positions_with_a_gradient_alone():
     left[0, 2], left[2, 5] = 1.0, 2.0
     outer = Outer(left, torch.ones(3, 8, 30))
     squared, remaining = take_norms({"weight": [outer]}, {"weight": torch.Size([20, 30])})
-    assert squared["weight"].tolist() == [600.0, 0.0, 2400.0]
+    assert squared.tolist() == [600.0, 0.0, 2400.0]
     (part,) = remaining["weight"]
     assert isinstance(part, Outer)
     assert part.positions == 2

@@ -48,7 +48,7 @@ def assert_same(parts, expected: torch.Tensor, dtype: torch.dtype, seed: int = 0
     """Norms and weighted sums of contributions are those of the written-down gradients (n, *shape)."""
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     shape, n = expected.shape[1:], len(expected)
-    (squared,), (remaining,) = (found.values() for found in take_norms({"weight": parts}, {"weight": shape}))
+    squared, remaining = take_norms({"weight": parts}, {"weight": shape})
     assert squared.shape == (n,)
     assert squared.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     expected_norms = expected.flatten(1).norm(dim=1)
@@ -57,7 +57,7 @@ def assert_same(parts, expected: torch.Tensor, dtype: torch.dtype, seed: int = 0
     total = torch.einsum("n,n...->...", factors.double(), expected)
     before = torch.rand(shape, dtype=squared.dtype, generator=torch.Generator().manual_seed(seed))
     found = before.clone()
-    for part in remaining:
+    for part in remaining["weight"]:
         part.add_weighted_sum(ClipFactors(factors), found)
     scale = max(1.0, expected_norms.max().item() if n else 1.0)
     torch.testing.assert_close(found.double(), before + total, rtol=tolerance, atol=tolerance * scale)

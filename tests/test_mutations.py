@@ -7,8 +7,13 @@ The table `MUTATIONS` is the evidence: what is broken, how, and which level find
 from __future__ import annotations
 
 from collections.abc import Callable
+<<<<<<< HEAD
 from contextlib import nullcontext
 from dataclasses import dataclass
+=======
+from dataclasses import dataclass, replace
+from functools import partial
+>>>>>>> h-engine
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.clipping import dc_sgd
 from hf_dcsgd.data.rows import Batch
 from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.privacy import noise
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource
 from hf_dcsgd.privacy.plan import PrivacyPlan
@@ -41,8 +47,10 @@ class Mutation:
 
 
 def noise_not_scaled(patch: pytest.MonkeyPatch) -> None:
+    original = NoiseSource.add_noise
+
     def add_noise(self: NoiseSource, total: Any, noise_multiplier: float) -> torch.Tensor:
-        return total.value + noise_multiplier * self._standard_normal(total.value.shape)
+        return original(self, replace(total, sensitivity=1.0), noise_multiplier)
 
     patch.setattr(NoiseSource, "add_noise", add_noise)
 
@@ -76,7 +84,10 @@ def noise_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_from_the_global_seed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NoiseSource, "_standard_normal", lambda self, shape: torch.randn(shape))
+    def add_normal(values: Any, std: float, entropy: Any) -> None:
+        values += std * torch.randn(len(values)).numpy()
+
+    patch.setattr(noise, "_add_numpy_normal", add_normal)
 
 
 def dividing_by_the_realized_batch_size(patch: pytest.MonkeyPatch) -> None:

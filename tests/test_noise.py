@@ -11,7 +11,8 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum, _torch_normal
+from hf_dcsgd.privacy import noise as noise_module
+from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 
 DRAWS = 1_000_000
 # A correct source fails about once in ten million runs.
@@ -45,6 +46,64 @@ def test_noise_is_added_to_a_copy():
     assert torch.equal(total.value, torch.arange(12.0).reshape(3, 4))
     assert (noisy - value).abs().max() < 0.1
     assert not (noisy == value).any()
+
+
+def test_noise_is_added_in_the_memory_of_a_disposable_value():
+    value = torch.arange(12.0)
+    noisy = NoiseSource().add_noise(SensitiveSum(value, 0.01, disposable=True), 0.1)
+    assert noisy.data_ptr() == value.data_ptr()
+    assert 0 < (noisy - torch.arange(12.0)).abs().max() < 0.1
+    across = torch.arange(12.0).view(3, 4).T  # has gaps between its numbers: a copy is made
+    noisy = NoiseSource().add_noise(SensitiveSum(across, 0.01, disposable=True), 0.1)
+    assert noisy.shape == (4, 3)
+    assert 0 < (noisy - torch.arange(12.0).view(3, 4).T).abs().max() < 0.1
+
+
+@pytest.fixture
+def short_streams(monkeypatch):
+    monkeypatch.setattr(noise_module, "_STREAM_LENGTH", 1000)
+
+
+@pytest.mark.parametrize("size", [0, 1, 999, 1000, 1001, 50_500])
+@pytest.mark.usefixtures("short_streams")
+def test_streams_cover_every_number_once(size):
+    noisy = NoiseSource().add_noise(SensitiveSum(torch.zeros(size), 1.0), 1.0)
+    assert noisy.shape == (size,)
+    assert (noisy == 0).sum() <= 3  # that is not noise: one number in ten million
+    assert size < 2000 or abs(noisy.double().std() - 1) < 5.5 / np.sqrt(2 * size)
+
+
+@pytest.mark.parametrize("unsafe_seed", [None, 42])
+@pytest.mark.usefixtures("short_streams")
+def test_streams_are_independent_of_each_other(unsafe_seed):
+    source = NoiseSource(unsafe_seed=unsafe_seed)
+    draws = [source.add_noise(SensitiveSum(torch.zeros(40_000), 1.0), 1.0).view(40, 1000) for _ in range(2)]
+    gram = np.corrcoef(torch.cat(draws).numpy())
+    assert np.abs(gram - np.eye(80)).max() < 6.5 / np.sqrt(1000)
+    assert_gaussian(torch.cat(draws), 1.0)
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_noise_of_an_unsafe_seed_does_not_depend_on_the_number_of_threads():
+    before = torch.get_num_threads()
+    drawn = []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            drawn.append(NoiseSource(unsafe_seed=3).add_noise(SensitiveSum(torch.zeros(20_500), 1.0), 1.0))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn[0], drawn[2])
+
+
+def test_each_draw_takes_256_bits_from_the_operating_system(monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "urandom", lambda size, original=os.urandom: asked.append(size) or original(size))
+    source = NoiseSource()
+    for _ in range(3):
+        source.add_noise(SensitiveSum(torch.zeros(10), 1.0), 1.0)
+    assert asked == [32] * 3
 
 
 @pytest.mark.parametrize("unsafe_seed", [None, 42])
@@ -110,9 +169,10 @@ def test_seeds_are_not_cut_to_32_bits():
 
 
 def test_the_path_for_other_devices_draws_normals_too():
-    device = torch.device("cpu")
-    first, second = (_torch_normal(torch.Size([DRAWS]), np.random.SeedSequence(seed), device) for seed in (1, 2))
-    assert_gaussian(first, 1.0)
+    first, second = torch.zeros(DRAWS), torch.zeros(DRAWS)
+    for seed, values in enumerate((first, second)):
+        noise_module._add_torch_normal(values, 2.5, np.random.SeedSequence(seed))
+        assert_gaussian(values, 2.5)
     assert not torch.equal(first, second)
 
 

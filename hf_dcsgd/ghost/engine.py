@@ -121,10 +121,12 @@ class GhostClipper:
             return self._norms
         self._recorder.recording = False
         try:
-            by_parameter, self._contributions = take_norms(self._gather(losses), self._shapes)
+            contributions = self._gather(losses)
             squared = torch.zeros(losses.shape[0], device=losses.device)
-            if by_parameter:
-                squared += torch.stack([values.float() for values in by_parameter.values()]).sum(0)
+            self._contributions = {}
+            if contributions:
+                fast, self._contributions = take_norms(contributions, self._shapes)
+                squared += fast.float()
             if self.slow_parameters:
                 squared += self._slow_squared_norms(losses)
         finally:

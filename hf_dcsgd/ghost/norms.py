@@ -45,8 +45,8 @@ Parts = list[Contribution]
 
 def take_norms(
     contributions: Mapping[str, Sequence[Contribution]], shapes: Mapping[str, torch.Size]
-) -> tuple[dict[str, Tensor], dict[str, Parts]]:
-    """Returns the squared norms of every example by parameter, and contributions that have the same sums.
+) -> tuple[Tensor, dict[str, Parts]]:
+    """Returns the squared norm of every example over all these parameters, and contributions that have the same sums.
 
     Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`. The host waits for the device twice,
     however many parameters there are.
@@ -56,28 +56,37 @@ def take_norms(
     remaining = _without_idle_positions(contributions, lengths)
     squared: dict[str, Tensor] = {}
     by_gram: dict[str, list[Factored]] = {}
+    vectors: list[Tensor] = []
     right_gram = LastResult()
     for name, parts in remaining.items():
-        bound, factored = bounds[name], [part for part in parts if not isinstance(part, Dense)]
-        if bound is not None and len(factored) == len(parts) and sum(part.positions for part in factored) <= 1:
+        bound, shape = bounds[name], shapes[name]
+        factored = [part for part in parts if not isinstance(part, Dense)]
+        if len(parts) == 1 and isinstance(parts[0], Dense) and len(shape) < 2:
+            vectors.append(parts[0].value.reshape(-1, shape.numel()))
+        elif bound is not None and len(factored) == len(parts) and sum(part.positions for part in factored) <= 1:
             squared[name] = bound
         elif len(parts) == 1 and isinstance(parts[0], OneHotRows):
-            squared[name] = _squared_row_sums(parts[0], shapes[name][0])
-        elif _is_written(parts, shapes[name]):
-            squared[name], remaining[name] = _written(parts, shapes[name])
+            squared[name] = _squared_row_sums(parts[0], shape[0])
+        elif _is_written(parts, shape):
+            squared[name], remaining[name] = _written(parts, shape)
         else:
             by_gram[name] = _joined(factored)
             squared[name] = _gram(by_gram[name], right_gram)
     _repair_cancelled(squared, bounds, by_gram)
-    for name, bound in bounds.items():
-        if bound is not None:
-            squared[name] = torch.maximum(squared[name], _SMALLEST_SHARE**2 * bound)
-    return squared, remaining
+    terms = []
+    if squared:
+        found = torch.stack(list(squared.values()))
+        smallest = [_SMALLEST_SHARE**2 * b if (b := bounds[name]) is not None else s for name, s in squared.items()]
+        terms.append(torch.maximum(found, torch.stack(smallest)).sum(0))
+    if vectors:
+        joined = torch.cat(vectors, 1)
+        terms.append(torch.linalg.vector_norm(joined, dim=1, dtype=working_dtype(joined)).square())
+    return torch.stack(terms).sum(0), remaining
 
 
 def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
     """Returns ‖Σ contributions‖² of every example, for one parameter of the given shape."""
-    return take_norms({"": contributions}, {"": shape})[0][""]
+    return take_norms({"": contributions}, {"": shape})[0]
 
 
 def _row_lengths(value: Tensor, known: dict[Identity, Tensor]) -> Tensor:
@@ -96,7 +105,9 @@ def _bound(parts: Sequence[Contribution], lengths: dict[Identity, Tensor]) -> Te
             found.append((_row_lengths(part.left, lengths) * _row_lengths(part.right, lengths)).sum(1))
         elif isinstance(part, OneHotRows):
             found.append(_row_lengths(part.right, lengths).sum(1))
-    return torch.stack(found).sum(0).square() if found else None
+    if not found:
+        return None
+    return (found[0] if len(found) == 1 else torch.stack(found).sum(0)).square()
 
 
 def _without_idle_positions(
@@ -199,14 +210,18 @@ def _repair_cancelled(
     squared: dict[str, Tensor], bounds: Mapping[str, Tensor | None], by_gram: Mapping[str, list[Factored]]
 ) -> None:
     """Takes norms whose terms cancel again, in double precision."""
-    cancelled = {}
+    if not by_gram:
+        return
+    expected = []
     for name, factored in by_gram.items():
         bound = bounds[name]
         assert bound is not None
-        cancelled[name] = squared[name] < _CANCELLATION / sum(part.positions for part in factored) * bound
-    concerned = torch.stack([mask.any() for mask in cancelled.values()]).tolist() if cancelled else []
-    for name in (name for name, is_concerned in zip(cancelled, concerned, strict=True) if is_concerned):
-        index = cancelled[name].nonzero().flatten()
+        expected.append(_CANCELLATION / sum(part.positions for part in factored) * bound)
+    cancelled = torch.stack([squared[name] for name in by_gram]) < torch.stack(expected)
+    for name, mask, is_concerned in zip(by_gram, cancelled, cancelled.any(1).tolist(), strict=True):
+        if not is_concerned:
+            continue
+        index = mask.nonzero().flatten()
         again = _gram([_in_double(part.select(index)) for part in by_gram[name]], LastResult())
         squared[name][index] = again.to(squared[name].dtype)
 

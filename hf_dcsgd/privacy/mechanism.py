@@ -247,8 +247,7 @@ class DPMechanism:
         """Sums over all ranks, with the noise that the main process put into its part."""
         if self._is_main_process:
             if self._noise is None:
-                device = queries["gradient"][0].value.device
-                self._noise = NoiseSource(unsafe_seed=self.plan.unsafe_noise_seed, device=device)
+                self._noise = NoiseSource(unsafe_seed=self.plan.unsafe_noise_seed)
             parts = [self._noise.add_noise(total, multiplier) for total, multiplier in queries.values()]
         else:
             parts = [total.value for total, _ in queries.values()]
