@@ -7,13 +7,8 @@ The table `MUTATIONS` is the evidence: what is broken, how, and which level find
 from __future__ import annotations
 
 from collections.abc import Callable
-<<<<<<< HEAD
 from contextlib import nullcontext
-from dataclasses import dataclass
-=======
 from dataclasses import dataclass, replace
-from functools import partial
->>>>>>> h-engine
 from pathlib import Path
 from typing import Any
 
