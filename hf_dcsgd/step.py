@@ -18,7 +18,7 @@ alone and must give the same loss and gradient norm.
 | edge case                                | behavior                                                                |
 |------------------------------------------|-------------------------------------------------------------------------|
 | empty stack, or no stack at all          | nothing is added; the release is noise only                             |
-| a row disagrees with itself run alone    | the step is charged, `BatchCouplingError` is raised, nothing is released |
+| examples coupled, or the model written to | the step is charged, the error is raised, nothing is released          |
 | an example that is not finite            | adds nothing, counts in the last bin of the histogram                   |
 | gradients that user code left behind     | dropped: they were not clipped                                          |
 """
@@ -165,7 +165,15 @@ class PrivateStep:
         rows = batch_length(stack)
         if rows == 0:
             return torch.zeros((), device=self._device)
-        stack = self.on_device(stack)
+        try:
+            return self._accumulate(mechanism, self.on_device(stack), rows)
+        except (BatchCouplingError, UnsupportedModelError):
+            # That it failed depends on the examples that were drawn.
+            mechanism.abandon()
+            self.discard()
+            raise
+
+    def _accumulate(self, mechanism: DPMechanism, stack: Batch, rows: int) -> Tensor:
         tape = RandomTape(rows, self.draw_order) if self._is_checked(rows) else None
         with self.randomness(), self.forward_context():
             with self.clipper:
@@ -215,14 +223,8 @@ class PrivateStep:
     def _check_one_row(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
         self._stacks_checked += 1
         row = secrets.randbelow(len(losses))
-        try:
-            alone = self.alone(stack, row, tape)
-            together = LossAndNorm(losses[row], norms[row])
-            require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
-        except BatchCouplingError:
-            self._require_mechanism().abandon()
-            self.discard()
-            raise
+        alone, together = self.alone(stack, row, tape), LossAndNorm(losses[row], norms[row])
+        require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
 
     def alone(self, stack: Batch, row: int, tape: RandomTape) -> LossAndNorm:
         """Run one row of a stack by itself, under the random numbers that it had in the stack."""

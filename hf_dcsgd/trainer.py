@@ -351,6 +351,9 @@ class DCSGDTrainer(PublishingTrainer):
         assert self.plan is not None
         if max_steps != self.plan.steps:
             raise RuntimeError(f"the plan has {self.plan.steps} steps, but the training loop would run {max_steps}")
+        run_dir, is_main = Path(self._get_output_dir(self._current_trial)), self.is_world_process_zero()
+        if is_main:
+            print("Checking model and data on synthetic rows, before anything is spent")
         train_mode(self.model)
         step = self.make_step()
         special = tuple(getattr(self.processing_class, "all_special_ids", None) or ())
@@ -361,7 +364,6 @@ class DCSGDTrainer(PublishingTrainer):
             check_before_training(step, row, special)
         if self._cache is not None:
             require_same_results(step, self._cache.some_rows(self.args.process_index))
-        run_dir, is_main = Path(self._get_output_dir(self._current_trial)), self.is_world_process_zero()
         saved = self._saved_state()[1]
         earlier = earlier_statement(self.model, self.args.earlier_spending) if saved is None else None
         step.mechanism = start_mechanism(

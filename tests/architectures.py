@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, each with a padded batch: the table other tests walk through.
 
 Everything is offline and builds in well under a second. Weights are random on purpose, also where Hugging Face would
-start from zeros or ones (biases, norm weights, LoRA's B), so that no gradient vanishes by accident of initialisation.
+start from zeros or ones (biases, norm weights, LoRA's B), so that no gradient vanishes by accident of initialization.
 `batch` returns the inputs *without* labels, and the labels apart, as `per_example_losses` wants them.
 Most transformers models cannot run a forward on zero examples (their reshapes cannot infer a size), though `batch` can
 make one.
@@ -121,7 +121,7 @@ DECODER = {**ENCODER, "num_key_value_heads": 1, "use_cache": False, "pad_token_i
 NEO_X = {key: value for key, value in DECODER.items() if key != "num_key_value_heads"}
 
 
-def randomised(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def randomized(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The model that `make` builds, with noise on every parameter; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -134,13 +134,13 @@ def randomised(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 def _from_config(model_class: str, config_class: str, settings: dict[str, Any]) -> nn.Module:
     config = getattr(hf, config_class)(**settings)
-    return randomised(lambda: getattr(hf, model_class)(config))
+    return randomized(lambda: getattr(hf, model_class)(config))
 
 
 def _lora(model_class: str, config_class: str, settings: dict[str, Any], lora: dict[str, Any]) -> nn.Module:
     config = getattr(hf, config_class)(**settings)
     adapter = LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, **lora)
-    return randomised(lambda: get_peft_model(getattr(hf, model_class)(config), adapter))
+    return randomized(lambda: get_peft_model(getattr(hf, model_class)(config), adapter))
 
 
 class ResidualBlock(nn.Module):
@@ -378,8 +378,8 @@ _add(
     ),
     image_batch,
 )
-_add("groupnorm_resnet", CLASSIFY, partial(randomised, GroupNormResNet), image_batch)
-_add("lstm", CLASSIFY, partial(randomised, LSTMClassifier), partial(text_batch, task=CLASSIFY))
+_add("groupnorm_resnet", CLASSIFY, partial(randomized, GroupNormResNet), image_batch)
+_add("lstm", CLASSIFY, partial(randomized, LSTMClassifier), partial(text_batch, task=CLASSIFY))
 _add(
     "lora_bert",
     CLASSIFY,

@@ -1,6 +1,6 @@
 """The slow truth: gradients by plain autograd, one example at a time. Nothing of ours is used here but the loss.
 
-An example is run *alone*, in a batch of one cut out of the padded batch: these gradients know nothing of neighbours.
+An example is run *alone*, in a batch of one cut out of the padded batch: these gradients know nothing of neighbors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from architectures import randomised
+from architectures import randomized
 from datasets import Dataset
 from tiny_tasks import pad, private_args, text_rows, tiny_bert
 from torch import Tensor, nn
@@ -161,7 +161,7 @@ def test_left_padding_with_one_longer_record(moved_by: Callable[..., float]) -> 
                            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # fmt: skip
 
     def model() -> nn.Module:
-        return randomised(lambda: hf.GPT2ForSequenceClassification(config))
+        return randomized(lambda: hf.GPT2ForSequenceClassification(config))
 
     assert moved_by(model, equal_rows(longer=40), data_collator=left_padded) <= 1.0001
 
@@ -199,7 +199,7 @@ def test_models_that_are_not_indifferent_to_padding(kind: str, moved_by: Callabl
         return batch if kind == "flaubert" else {n: v for n, v in batch.items() if n != "attention_mask"}
 
     rows = equal_rows(longer=40)
-    assert moved_by(lambda: randomised(lambda: make(config)), rows, data_collator=collate) <= 1.0001
+    assert moved_by(lambda: randomized(lambda: make(config)), rows, data_collator=collate) <= 1.0001
 
 
 # --- the collator ----------------------------------------------------------------------------------------------------

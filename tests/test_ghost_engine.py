@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, ENCODER, IMAGE_SIZE, NUM_LABELS, randomised
+from architectures import ARCHITECTURES, ENCODER, IMAGE_SIZE, NUM_LABELS, randomized
 from ghost_checks import assert_sum, check_exact, gradients_on_one_graph, run, squared_output
 from oracles import clipped_sum_of, gradients_of, gradients_one_by_one, norms_of
 from peft import LoraConfig, get_peft_model
@@ -33,7 +33,7 @@ class Perceptron(nn.Module):
 
 
 def perceptron(seed: int = 0) -> nn.Module:
-    return randomised(Perceptron, seed)
+    return randomized(Perceptron, seed)
 
 
 def prepared(name: str, n: int = 4):
@@ -51,7 +51,7 @@ def rows(batch, index):
 
 
 @pytest.mark.parametrize("name", INVARIANT)
-def test_norms_do_not_change_with_neighbours_or_their_order(name):
+def test_norms_do_not_change_with_neighbors_or_their_order(name):
     model, inputs, labels = prepared(name, n=5)
     clipper = GhostClipper(model)
     norms = run(clipper, inputs, labels)
@@ -172,7 +172,7 @@ def test_a_module_called_twice_counts_once_with_cross_terms():
             return self.norm(self.body(hidden)) + self.table(tokens) * self.table(tokens.flip(1))
 
     tokens = torch.randint(5, (3, 6), generator=torch.Generator().manual_seed(0))
-    clipper = check_exact(randomised(Twice), {"x": torch.randn(3, 6, 4), "tokens": tokens})
+    clipper = check_exact(randomized(Twice), {"x": torch.randn(3, 6, 4), "tokens": tokens})
     assert not clipper.slow_parameters
 
 
@@ -304,12 +304,12 @@ def vit_with_dropout() -> nn.Module:
         num_labels=NUM_LABELS,
         hidden_dropout_prob=0.3,
     )
-    return randomised(lambda: hf.ViTForImageClassification(config))
+    return randomized(lambda: hf.ViTForImageClassification(config))
 
 
 def lora_with_dropout() -> nn.Module:
     adapter = LoraConfig(r=3, lora_dropout=0.3, task_type="SEQ_CLS", target_modules=["query", "value"])
-    return randomised(lambda: get_peft_model(hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), adapter))
+    return randomized(lambda: get_peft_model(hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), adapter))
 
 
 DROPOUT_MODELS = {
@@ -357,7 +357,7 @@ def test_hidden_dropout_of_a_module_without_rule():
 
 
 class RecurrentWithin(FunctionalDropout):
-    """One that cannot be vectorised either, so that nothing but a comparison tells."""
+    """One that cannot be vectorized either, so that nothing but a comparison tells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ def test_an_output_that_is_changed_in_place_is_fine():
         def forward(self, x):
             return self.second(self.first(x).relu_()).mul_(2.0)
 
-    check_exact(randomised(InPlace), {"x": torch.randn(3, 6, 4)})
+    check_exact(randomized(InPlace), {"x": torch.randn(3, 6, 4)})
 
 
 def test_an_evaluation_within_the_context_is_ignored():

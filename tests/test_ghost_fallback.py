@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, ENCODER, randomised
+from architectures import ARCHITECTURES, ENCODER, randomized
 from ghost_checks import check_exact
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -59,18 +59,18 @@ def inputs(n: int = 3, positions: int = 5, seed: int = 0):
     ],
 )
 def test_modules_without_a_rule(inner, through, n):
-    clipper = check_exact(randomised(lambda: Around(inner(), through)), inputs(n))
+    clipper = check_exact(randomized(lambda: Around(inner(), through)), inputs(n))
     assert clipper.rules()["inner"] == "fallback"
     assert not clipper.slow_parameters
 
 
 def test_several_contributions_of_one_fallback_module_are_added():
-    clipper = check_exact(randomised(lambda: Around(Scale(), lambda m, x: torch.tanh(m(m(x))))), inputs())
+    clipper = check_exact(randomized(lambda: Around(Scale(), lambda m, x: torch.tanh(m(m(x))))), inputs())
     assert not clipper.slow_parameters
 
 
 def test_the_batch_size_changes_from_batch_to_batch():
-    clipper = GhostClipper(randomised(lambda: Around(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0])))
+    clipper = GhostClipper(randomized(lambda: Around(nn.LSTM(4, 4, batch_first=True), lambda m, x: m(x)[0])))
     for n, positions in ((3, 5), (1, 5), (5, 5), (4, 2)):
         check_exact(clipper, inputs(n, positions))
 
@@ -88,7 +88,7 @@ class WithTable(nn.Module):
 
 def test_an_argument_without_batch_that_has_its_size_later():
     table = {n: torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (5, 6)}
-    model = randomised(lambda: Around(WithTable(), lambda m, x: m(x, table[x.shape[1]])))
+    model = randomized(lambda: Around(WithTable(), lambda m, x: m(x, table[x.shape[1]])))
     clipper = GhostClipper(model)
     for n, positions in ((3, 5), (5, 5), (6, 6)):
         check_exact(clipper, inputs(n, positions))
@@ -97,13 +97,13 @@ def test_an_argument_without_batch_that_has_its_size_later():
 
 def test_an_argument_without_batch_that_has_its_size_at_first():
     table = torch.randn(5, 4)
-    clipper = check_exact(randomised(lambda: Around(WithTable(), lambda m, x: m(x, table))), inputs(5, 5))
+    clipper = check_exact(randomized(lambda: Around(WithTable(), lambda m, x: m(x, table))), inputs(5, 5))
     assert clipper.slow_parameters == {"inner.weight"}
     check_exact(clipper, inputs(3, 5))
 
 
 def test_a_fallback_that_would_write_down_too_much_becomes_slow(monkeypatch):
-    clipper = GhostClipper(randomised(lambda: Around(Scale())))
+    clipper = GhostClipper(randomized(lambda: Around(Scale())))
     monkeypatch.setattr(engine, "_WRITTEN_ELEMENTS", 4 * 4)
     check_exact(clipper, inputs(4))
     assert not clipper.slow_parameters
@@ -150,7 +150,7 @@ SLOW = {
 def test_uses_that_no_hook_sees_are_exact(name, n, limit, monkeypatch):
     monkeypatch.setattr(engine, "_WRITTEN_ELEMENTS", limit)
     build, slow = SLOW[name]
-    clipper = check_exact(randomised(build), inputs(n))
+    clipper = check_exact(randomized(build), inputs(n))
     # Where the fallback may write gradients down, it explains what these modules own themselves.
     found_by_fallback = {"inner.bias", "inner.in_proj_weight", "inner.in_proj_bias"}
     assert clipper.slow_parameters - found_by_fallback == slow - found_by_fallback
@@ -160,14 +160,14 @@ def test_uses_that_no_hook_sees_are_exact(name, n, limit, monkeypatch):
 
 def test_a_use_that_no_hook_sees_beside_one_that_is_seen():
     tokens = torch.randint(7, (3, 6), generator=torch.Generator().manual_seed(0))
-    clipper = check_exact(randomised(Tied), {"x": tokens})
+    clipper = check_exact(randomized(Tied), {"x": tokens})
     assert clipper.slow_parameters == {"table.weight"}
 
 
 @pytest.mark.parametrize("n", [4, 16])  # 16 is also the width of the adapted layers
 def test_dora(n):
     adapter = LoraConfig(r=3, use_dora=True, task_type="SEQ_CLS", target_modules=["query", "value"])
-    model = randomised(lambda: get_peft_model(hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), adapter))
+    model = randomized(lambda: get_peft_model(hf.BertForSequenceClassification(hf.BertConfig(**ENCODER)), adapter))
     model.eval()
     clipper = check_exact(model, *ARCHITECTURES["lora_bert"].batch(model, n=n), per_example_losses)
     assert {rule for path, rule in clipper.rules().items() if "magnitude" in path} == {"fallback"}

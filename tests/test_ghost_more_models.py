@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as hf
-from architectures import DECODER, ENCODER, NEO_X, VOCAB, image_batch, randomised, text_batch
+from architectures import DECODER, ENCODER, NEO_X, VOCAB, image_batch, randomized, text_batch
 from ghost_checks import check_exact
 from test_ghost_models import DOCS, matching
 from torch import nn
@@ -80,7 +80,7 @@ MORE: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
 
 def build(prefix: str, suffix: str, settings: dict) -> nn.Module:
     config = getattr(hf, f"{prefix}Config")(**settings)
-    return randomised(lambda: getattr(hf, f"{prefix.removesuffix('Text')}{suffix}")(config)).eval()
+    return randomized(lambda: getattr(hf, f"{prefix.removesuffix('Text')}{suffix}")(config)).eval()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from architectures import randomised
+from architectures import randomized
 from ghost_checks import assert_sum, check_exact, run, squared_output
 from oracles import clipped_sum_of, gradients_one_by_one, norms_of
 from torch import nn
@@ -40,7 +40,7 @@ def tokens(n: int = 4, positions: int = 8):
 @pytest.mark.parametrize("width", [6, 40])
 @pytest.mark.parametrize("n", [1, 4])
 def test_positions_without_a_gradient_are_left_out(n, width):
-    check_exact(randomised(lambda: FirstToken(width)), {"x": tokens(n)})
+    check_exact(randomized(lambda: FirstToken(width)), {"x": tokens(n)})
 
 
 def test_the_sum_is_taken_of_positions_with_a_gradient_alone():
@@ -55,7 +55,7 @@ def test_the_sum_is_taken_of_positions_with_a_gradient_alone():
 
 
 def test_nothing_has_a_gradient():
-    model = randomised(FirstToken)
+    model = randomized(FirstToken)
     with torch.no_grad():
         model.last.weight.zero_()
     check_exact(model, {"x": tokens()})
@@ -79,7 +79,7 @@ def test_whether_an_example_is_finite_does_not_depend_on_the_gradients_of_its_ne
     gate[:, 1] = True
     x[0, 5] = torch.inf
     gate[1, 2 : 2 + opened + 1] = True
-    model = randomised(Gated)
+    model = randomized(Gated)
     clipper = GhostClipper(model)
     clipped_sum = clipper.zeros()
     norms = run(clipper, {"x": x, "gate": gate}, losses=squared_output, into=clipped_sum)
@@ -104,7 +104,7 @@ class SharedInput(nn.Module):
 @pytest.mark.parametrize("positions", [1, 3, 9])
 def test_layers_that_share_their_input(positions):
     x = torch.randn(3, positions, 8, generator=torch.Generator().manual_seed(0))
-    check_exact(randomised(SharedInput), {"x": x})
+    check_exact(randomized(SharedInput), {"x": x})
 
 
 def test_a_result_is_remembered_for_the_same_numbers_alone():
@@ -127,7 +127,7 @@ class Scaled(nn.Module):
 
 
 def test_a_parameter_that_is_a_single_number():
-    assert not check_exact(randomised(Scaled), {"x": tokens()}).slow_parameters
+    assert not check_exact(randomized(Scaled), {"x": tokens()}).slow_parameters
 
 
 class Watching(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, randomised
+from architectures import ARCHITECTURES, randomized
 from ghost_checks import assert_sum, run, squared_output
 from oracles import clipped_sum_of, gradients_one_by_one, norms_of
 from test_ghost_fallback import SLOW, Around, Scale, functional_use
@@ -43,7 +43,7 @@ def first_input(model: nn.Module) -> str:
 @pytest.mark.parametrize("name", MODELS)
 def test_broken_inputs(name, broken, limit, monkeypatch):
     monkeypatch.setattr(engine, "_WRITTEN_ELEMENTS", limit)
-    model = randomised(MODELS[name])
+    model = randomized(MODELS[name])
     key, x = first_input(model), batch()
     kept = [0, 2, 3]
     gradients = gradients_one_by_one(model, {key: x[kept]}, torch.zeros(3), squared_output)
@@ -96,7 +96,7 @@ def test_broken_images(name):
 
 
 def test_slow_uses_are_found_although_the_first_batch_is_broken():
-    model = randomised(MODELS["slow functional"])
+    model = randomized(MODELS["slow functional"])
     x = batch()
     x[0] = torch.nan
     clipper = GhostClipper(model)
@@ -105,7 +105,7 @@ def test_slow_uses_are_found_although_the_first_batch_is_broken():
 
 
 def test_a_batch_in_which_nothing_is_finite():
-    model = randomised(MODELS["slow functional"])
+    model = randomized(MODELS["slow functional"])
     clipper = GhostClipper(model)
     clipped_sum = clipper.zeros()
     norms = run(clipper, {"x": torch.full((3, 5, 4), torch.nan)}, losses=squared_output, into=clipped_sum)
@@ -127,7 +127,7 @@ def test_masked_attention_is_exact_beside_a_broken_example():
             mask = torch.zeros(ignored.shape).masked_fill(ignored, -torch.inf)
             return self.attention(x, x, x, key_padding_mask=mask, need_weights=False)[0]
 
-    model = randomised(Masked)
+    model = randomized(Masked)
     inputs = {"x": batch(), "ignored": torch.arange(5).expand(4, 5) >= torch.tensor([[5], [3], [2], [4]])}
     gradients = gradients_one_by_one(model, inputs, torch.zeros(4), squared_output)
     inputs["x"] = inputs["x"].clone()
@@ -163,7 +163,7 @@ def test_gradients_that_are_added_in_place_beside_a_broken_example():
         def forward(self, x):
             return LogPlusIdentity.apply(functional_use(self.inner, x).square() + 0.1)
 
-    model, x = randomised(InPlace), batch()
+    model, x = randomized(InPlace), batch()
     gradients = gradients_one_by_one(model, {"x": x}, torch.zeros(4), squared_output)
     x[0] = torch.nan
     norms = run(GhostClipper(model), {"x": x}, losses=squared_output)

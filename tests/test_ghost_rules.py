@@ -161,7 +161,7 @@ def test_scaled_embeddings_of_transformers(module):
     check_rule(module, tokens, torch.float32, 0)
 
 
-def test_a_scaled_embedding_that_does_something_else_is_not_recognised():
+def test_a_scaled_embedding_that_does_something_else_is_not_recognized():
     class Shifted(nn.Embedding):
         embed_scale = 2.0
 
@@ -171,37 +171,37 @@ def test_a_scaled_embedding_that_does_something_else_is_not_recognised():
     assert rule_for(Shifted(4, 3)) is None
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------
+# --- normalization ---------------------------------------------------------------------------------------------------
 
 
 @EXAMPLES
 @given(
     n=batch_sizes,
     middle=st.lists(st.integers(1, 4), max_size=2),
-    normalised=st.lists(st.integers(2, 5), min_size=1, max_size=2),
+    normalized=st.lists(st.integers(2, 5), min_size=1, max_size=2),
     bias=st.booleans(),
     frozen=st.sampled_from([None, "weight", "bias"]),
     dtype=dtypes,
     seed=seeds,
 )
-def test_layer_norm(n, middle, normalised, bias, frozen, dtype, seed):
+def test_layer_norm(n, middle, normalized, bias, frozen, dtype, seed):
     if not bias and frozen == "weight":
         frozen = None
-    module = freeze(nn.LayerNorm(normalised, bias=bias, eps=1e-3), frozen)
-    check_rule(module, random((n, *middle, *normalised), seed), dtype, seed)
+    module = freeze(nn.LayerNorm(normalized, bias=bias, eps=1e-3), frozen)
+    check_rule(module, random((n, *middle, *normalized), seed), dtype, seed)
 
 
 @EXAMPLES
 @given(
     n=batch_sizes,
     middle=st.lists(st.integers(1, 4), max_size=2),
-    normalised=st.lists(st.integers(2, 5), min_size=1, max_size=2),
+    normalized=st.lists(st.integers(2, 5), min_size=1, max_size=2),
     eps=st.sampled_from([None, 1e-2]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),  # without an eps, torch's own depends on the dtype
     seed=seeds,
 )
-def test_rms_norm_of_torch(n, middle, normalised, eps, dtype, seed):
-    check_rule(nn.RMSNorm(normalised, eps=eps), random((n, *middle, *normalised), seed), dtype, seed)
+def test_rms_norm_of_torch(n, middle, normalized, eps, dtype, seed):
+    check_rule(nn.RMSNorm(normalized, eps=eps), random((n, *middle, *normalized), seed), dtype, seed)
 
 
 @EXAMPLES
@@ -264,7 +264,7 @@ SAMPLE = (
 
 
 class Alone(nn.Module):
-    """A model that is one normalisation layer, with a gate where the layer takes one."""
+    """A model that is one normalization layer, with a gate where the layer takes one."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -324,8 +324,8 @@ def test_every_rms_norm_of_transformers():
     assert sum(rule == "rms_norm_rule" for rule in found.values()) > 150
 
 
-def test_a_class_that_is_an_rms_norm_by_name_only_is_not_recognised():
-    class CentredRMSNorm(nn.Module):
+def test_a_class_that_is_an_rms_norm_by_name_only_is_not_recognized():
+    class CenteredRMSNorm(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(8))
@@ -335,8 +335,8 @@ def test_a_class_that_is_an_rms_norm_by_name_only_is_not_recognised():
             x = x - x.mean(-1, keepdim=True)
             return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
-    assert rule_for(CentredRMSNorm()) is None
-    assert check_rms_norm_class(lambda width: CentredRMSNorm()) == "fallback"
+    assert rule_for(CenteredRMSNorm()) is None
+    assert check_rms_norm_class(lambda width: CenteredRMSNorm()) == "fallback"
 
 
 # --- convolution -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, ENCODER, randomised
+from architectures import ARCHITECTURES, ENCODER, randomized
 from ghost_checks import check_exact, run, squared_output
 from peft import LoraConfig, get_peft_model
 from test_ghost_fallback import Scale
@@ -57,7 +57,7 @@ def inputs(n: int, positions: int, seed: int = 0):
     "shapes", [[(3, 5), (5, 5), (1, 5), (4, 2)], [(5, 5), (3, 5)], [(1, 5), (5, 5)], [(1, 1), (2, 2)], [(6, 3)]]
 )
 def test_every_layout_is_exact_whatever_sizes_come_first(layout, shapes):
-    clipper = GhostClipper(randomised(lambda: Arranged(*LAYOUTS[layout])))
+    clipper = GhostClipper(randomized(lambda: Arranged(*LAYOUTS[layout])))
     for n, positions in shapes:
         check_exact(clipper, inputs(n, positions))
     fast = {"batch first", "batch second", "flattened", "flattened, position first"}
@@ -75,7 +75,7 @@ class FirstPosition(Arranged):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_example_alone_cannot_tell_the_layout(layout):
-    clipper = GhostClipper(randomised(lambda: FirstPosition(*LAYOUTS[layout])))
+    clipper = GhostClipper(randomized(lambda: FirstPosition(*LAYOUTS[layout])))
     check_exact(clipper, inputs(5, 5))
     check_exact(clipper, inputs(5, 5, seed=1))
 
@@ -145,7 +145,7 @@ class Mixed(Arranged):
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "batch third"])
 def test_statistics_of_the_batch_are_refused_by_name(layout):
-    model = randomised(lambda: Mixed(layout))
+    model = randomized(lambda: Mixed(layout))
     with pytest.raises(BatchCouplingError, match=r"mixer \(Linear\)") as raised:
         run(GhostClipper(model), inputs(3, 5), losses=squared_output)
     assert "last (Linear)" not in str(raised.value)  # behind the mixing, each example is alone again
@@ -158,19 +158,19 @@ def in_batch_negatives(model, output, labels=None):
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_in_batch_negatives_are_refused(n):
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
     with pytest.raises(BatchCouplingError, match=r"first \(Linear\)(.|\n)*last \(Linear\)"):
         run(GhostClipper(model), inputs(n, 5), losses=in_batch_negatives)
 
 
 def test_losses_in_another_order_than_the_batch_are_refused():
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
     with pytest.raises(BatchCouplingError):
         run(GhostClipper(model), inputs(3, 5), losses=lambda m, o, y: squared_output(m, o).flip(0))
 
 
 def test_coupling_is_found_after_a_batch_of_one():
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
     clipper = GhostClipper(model)
     run(clipper, inputs(1, 5), losses=in_batch_negatives)
     with pytest.raises(BatchCouplingError):
@@ -182,18 +182,18 @@ def test_coupling_is_found_after_a_batch_of_one():
 def test_coupling_is_found_beside_an_example_that_is_not_finite():
     batch = inputs(4, 5)
     batch["x"][0] = torch.nan
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
 
-    def neighbours(model, output, labels=None):
+    def neighbors(model, output, labels=None):
         own = squared_output(model, output)
         return own + torch.stack([own[0], own[2].sqrt(), own[3].sqrt(), own[1].sqrt()])
 
     with pytest.raises(BatchCouplingError):
-        run(GhostClipper(model), batch, losses=neighbours)
+        run(GhostClipper(model), batch, losses=neighbors)
 
 
 def test_the_model_is_as_before_after_a_refusal():
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(BatchCouplingError):
         run(GhostClipper(model), inputs(3, 5), losses=in_batch_negatives)
@@ -204,7 +204,7 @@ def test_the_model_is_as_before_after_a_refusal():
 
 def test_one_model_with_two_forwards_per_loss():
     """R-Drop and the like: the same modules twice, on the same examples."""
-    model = randomised(lambda: Arranged(*LAYOUTS["batch first"]))
+    model = randomized(lambda: Arranged(*LAYOUTS["batch first"]))
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -218,7 +218,7 @@ def test_one_model_with_two_forwards_per_loss():
 
 
 def test_bert_with_position_ids_for_the_whole_batch():
-    model = randomised(lambda: hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))).eval()
+    model = randomized(lambda: hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))).eval()
     tokens, labels = ARCHITECTURES["bert"].batch(model)
     position_ids = torch.arange(tokens["input_ids"].shape[1])[None]
 

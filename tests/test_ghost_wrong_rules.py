@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from architectures import randomised
+from architectures import randomized
 from ghost_checks import check_exact, run, squared_output
 from test_ghost_fallback import SLOW, Around
 from torch import nn
@@ -27,7 +27,7 @@ def model_with(rule) -> nn.Module:
             return x * self.weight
 
     register_rule(Scale)(rule)
-    return randomised(lambda: Around(Scale()))
+    return randomized(lambda: Around(Scale()))
 
 
 def inputs(n: int = 3):
@@ -74,14 +74,14 @@ def test_a_right_rule_is_not_blamed_for_a_use_that_no_hook_sees(caplog):
     model.through = forward
     with caplog.at_level(logging.WARNING, "hf_dcsgd"):
         clipper = check_exact(model, inputs())
-        check_exact(randomised(SLOW["functional"][0]), inputs())
+        check_exact(randomized(SLOW["functional"][0]), inputs())
     assert clipper.slow_parameters == {"inner.weight"}
     assert not caplog.messages
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_rule_of_ours_on_a_module_that_was_changed_is_a_warning(autocast, caplog):
-    model = randomised(lambda: Around(nn.Linear(4, 4)))
+    model = randomized(lambda: Around(nn.Linear(4, 4)))
     model.inner.register_forward_hook(lambda module, args, output: output * 2)
     clipper = GhostClipper(model)
     with caplog.at_level(logging.WARNING, "hf_dcsgd"):

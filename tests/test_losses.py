@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, ENCODER, NUM_LABELS, Architecture, randomised, text_batch
+from architectures import ARCHITECTURES, ENCODER, NUM_LABELS, Architecture, randomized, text_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ SMOOTHABLE = [name for name in FROM_TRANSFORMERS if ARCHITECTURES[name].task != 
 
 def bert(**config) -> nn.Module:
     settings_ = {**ENCODER, **config}
-    return randomised(lambda: hf.BertForSequenceClassification(hf.BertConfig(**settings_))).eval()
+    return randomized(lambda: hf.BertForSequenceClassification(hf.BertConfig(**settings_))).eval()
 
 
 def row(batch, i: int):
@@ -143,7 +143,7 @@ MODELS: dict[str, nn.Module] = {}
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 @pytest.mark.parametrize("epsilon", [0.0, 0.1])
-def test_neighbours_change_no_loss_and_get_no_gradient(name: str, epsilon: float) -> None:
+def test_neighbors_change_no_loss_and_get_no_gradient(name: str, epsilon: float) -> None:
     architecture, model, inputs, labels = built(name)
     if epsilon and architecture.task == "question_answering":
         pytest.skip("label smoothing is not defined for question answering")
@@ -459,7 +459,7 @@ def test_an_encoder_decoder_classifier_gets_no_decoder_inputs() -> None:
     config = hf.BartConfig(
         vocab_size=60, num_labels=3, encoder_attention_heads=2, decoder_attention_heads=2, use_cache=False, **sizes
     )
-    model = randomised(lambda: hf.BartForSequenceClassification(config)).eval()
+    model = randomized(lambda: hf.BartForSequenceClassification(config)).eval()
     batch = {"input_ids": torch.tensor([[0, 5, 6, 2]] * 2), "labels": torch.tensor([0, 2])}
     model_inputs, labels = split_labels(model, batch)
     assert list(model_inputs) == ["input_ids"]

@@ -170,7 +170,7 @@ def test_state_is_not_loaded_in_the_middle_of_a_batch():
 @given(data=st.data())
 @settings(deadline=None, max_examples=25)
 def test_one_example_moves_every_private_sum_by_at_most_its_sensitivity(clipping, data):
-    """Neighbouring batches, the whole way from norms and losses to what the noise is added to."""
+    """Neighboring batches, the whole way from norms and losses to what the noise is added to."""
     gradients = np.array(data.draw(st.lists(st.lists(st.floats(-100, 100), min_size=6, max_size=6), max_size=5)))
     extra = np.array(data.draw(st.lists(st.floats(-1e6, 1e6), min_size=6, max_size=6)))
     losses = data.draw(st.lists(st.floats(width=32), min_size=len(gradients) + 1, max_size=len(gradients) + 1))

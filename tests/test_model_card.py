@@ -26,7 +26,7 @@ REPORT: dict[str, Any] = {
         "epsilon": 7.9999,
         "delta": 9.547e-06,
         "unit": "example",
-        "neighbouring": "add or remove one example",
+        "neighboring": "add or remove one example",
         "sampling": "poisson",
         "accountant": "rdp",
         "opt_outs": [],
@@ -100,7 +100,7 @@ privacy:
   epsilon: 8.0
   delta: 9.547e-06
   unit: example
-  neighbouring: add-remove
+  neighboring: add-remove
   sampling: poisson
   accountant: rdp
   epsilon_pld: 6.566

@@ -25,7 +25,7 @@ def assert_gaussian(sample, std):
     assert abs(sample.mean()) < 5.5 * std / np.sqrt(len(sample))
     assert abs(sample.std() / std - 1) < 5.5 / np.sqrt(2 * len(sample))
     assert stats.kstest(sample / std, "norm").pvalue > ALPHA
-    # Neighbours in the tensor are uncorrelated.
+    # Neighbors in the tensor are uncorrelated.
     assert abs(np.mean(sample[1:] * sample[:-1])) < 5.5 * std**2 / np.sqrt(len(sample))
 
 

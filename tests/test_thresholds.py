@@ -533,12 +533,12 @@ def test_du_decays_with_the_step():
     assert seen[-1] == pytest.approx(0.5)
 
 
-def test_auto_clip_normalises():
+def test_auto_clip_normalizes():
     factors = AutoClip(auto_clip_gamma=0.01).clip_factors(torch.tensor([0.0, 0.99, 99.99]))
     assert factors.tolist() == pytest.approx([100, 1, 0.01])
 
 
-def test_andrew_asks_for_centred_bits():
+def test_andrew_asks_for_centered_bits():
     threshold = andrew_threshold()
     bits = threshold.side_contribution(torch.tensor([0.5, 1.0, 1.01, float("nan"), float("inf")]))
     assert bits.tolist() == [2 * 0.5 - 3 * 0.5]

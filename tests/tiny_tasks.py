@@ -1,4 +1,4 @@
-"""Tiny models and tiny datasets that can be learnt, and one way to make a trainer of them.
+"""Tiny models and tiny datasets that can be learned, and one way to make a trainer of them.
 
 Most tests use the same N, B and σ: the accountant remembers what it has computed for a rate and a multiplier.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from architectures import ENCODER, FIRST_FREE_TOKEN, VOCAB, randomised
+from architectures import ENCODER, FIRST_FREE_TOKEN, VOCAB, randomized
 from torch import Tensor, nn
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
@@ -94,7 +94,7 @@ def feature_classifier(dropout: float = 0.0, seed: int = 0) -> FeatureClassifier
 
 def tiny_bert(dropout: float = 0.0, **settings: Any) -> hf.BertForSequenceClassification:
     config = {**ENCODER, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, **settings}
-    return randomised(lambda: hf.BertForSequenceClassification(hf.BertConfig(**config)))  # type: ignore[return-value]
+    return randomized(lambda: hf.BertForSequenceClassification(hf.BertConfig(**config)))  # type: ignore[return-value]
 
 
 # --- trainers --------------------------------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ EPSILON = 8
 
 COMMON = """
     --do_train --do_eval --max_seq_length 48 --per_device_eval_batch_size 250 --logging_steps 10 --save_strategy no
-    --trainable_layers last_encoder_pooler_classifier --train_sampling_strategy group_by_length --report_to none
+    --trainable_layers last_encoder_pooler_classifier --report_to none
     --disable_tqdm false
 """
 PRIVATE = f"""
     --target_epsilon {EPSILON} --clipping dc_sgd_e --eval_on_start
+    --trunk_cache on --trunk_cache_dir {OUTPUT / "cache"}
     --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 2 --learning_rate 1e-3
 """
 REFERENCE = "--non_private --per_device_train_batch_size 64 --num_train_epochs 1 --learning_rate 3e-4"

@@ -3,7 +3,7 @@
     python examples/paper/figures.py --output-dir outputs/paper_figures
 
 Figure 4: the threshold that DC-SGD-P picks for each percentile. Figure 5: the expected squared error that DC-SGD-E
-minimises, and the threshold that it reaches from C = 1. Both on 256 norms drawn from N(100, 20²), one set per
+minimizes, and the threshold that it reaches from C = 1. Both on 256 norms drawn from N(100, 20²), one set per
 subfigure. The paper does not say which bin counts and noise levels it drew; 10, 20, 40 bins and σ_H of 1, 5, 10
 surround its defaults of 20 and 5. The data are synthetic, so a fixed seed gives nothing away.
 """
@@ -135,7 +135,7 @@ def main() -> None:
     draw_figure(
         draw_errors,
         "expected squared error $E(C)$",
-        "Figure 5: error minimised by DC-SGD-E, 256 norms from N(100, 20²), R = 120, $\\sigma_T$ = 1, B = 256, "
+        "Figure 5: error minimized by DC-SGD-E, 256 norms from N(100, 20²), R = 120, $\\sigma_T$ = 1, B = 256, "
         "d = 100000\ndot: the exact minimum; diamonds: the threshold that DC-SGD-E reaches from C = 1 in one step",
         "upper center",
         arguments.output_dir / "figure_5.png",

@@ -2,7 +2,7 @@
 
 | level | what it does                                                                                    |
 |-------|-------------------------------------------------------------------------------------------------|
-| L0    | replays a step on neighbouring batches without noise: sensitivities, number and scale of draws   |
+| L0    | replays a step on neighboring batches without noise: sensitivities, number and scale of draws   |
 | L1    | measures the noise itself: scale, distribution, repetition                                       |
 | L2    | plays the adversary: tells batches with and without a canary apart, and bounds μ from below      |
 | L3    | L0 and L1 over two processes                                                                     |

@@ -1,4 +1,4 @@
-"""L0, deterministic: the same step on neighbouring batches with the noise taken out, compared number by number."""
+"""L0, deterministic: the same step on neighboring batches with the noise taken out, compared number by number."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _task_of(config: Any) -> str:
 
 
 def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int, length: int) -> None:
-    """Fills `found` step by step, so that what was learnt before a refusal is kept."""
+    """Fills `found` step by step, so that what was learned before a refusal is kept."""
     names = select_trainable_layers(model, expression)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in set(names)}
     found["trainable_layers"] = expression

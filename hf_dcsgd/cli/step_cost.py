@@ -97,10 +97,10 @@ def _seconds(action: Callable[[], None], repeats: int = 3) -> float:
     """The fastest of a few runs: others share the machine."""
     times = []
     for _ in range(repeats):
-        _synchronise()
+        _synchronize()
         start = time.perf_counter()
         action()
-        _synchronise()
+        _synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -117,6 +117,6 @@ def _peak_bytes(action: Callable[[], None], device: torch.device) -> int:
     return memory.peak
 
 
-def _synchronise() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

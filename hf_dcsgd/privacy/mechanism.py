@@ -6,7 +6,7 @@ follows from one Gaussian mechanism with noise multiplier σ on one Poisson samp
 gradient gets σ_T times the very sensitivity that the factors were computed with, the side value and the loss their own
 multipliers. Noise enters once per logical batch, on the main process. The step is charged before its noise is drawn.
 
-| edge case | behaviour |
+| edge case | behavior |
 |---|---|
 | empty logical batch, on some ranks or all | a noise-only release, charged as any other |
 | budget spent | `BudgetExhausted` before anything is charged, drawn or reduced, on every rank alike |

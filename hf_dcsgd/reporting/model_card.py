@@ -149,7 +149,7 @@ def _privacy_block(report: PrivacyReport) -> dict[str, Any]:
         "epsilon": _upper(guarantee["epsilon"]),
         "delta": _upper(guarantee["delta"]),
         "unit": guarantee["unit"],
-        "neighbouring": "add-remove",
+        "neighboring": "add-remove",
         "sampling": guarantee["sampling"],
         "accountant": guarantee["accountant"],
         **others,

@@ -202,7 +202,7 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
         "epsilon": None if opt_outs else _finite(epsilon),
         "delta": None if opt_outs else plan.delta,
         "unit": "example",
-        "neighbouring": "add or remove one example",
+        "neighboring": "add or remove one example",
         "sampling": "poisson",
         "accountant": accountant,
         "opt_outs": opt_outs,

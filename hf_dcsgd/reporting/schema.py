@@ -25,7 +25,7 @@ class Guarantee(TypedDict):
     epsilon: float | None
     delta: float | None
     unit: str
-    neighbouring: str
+    neighboring: str
     sampling: str
     accountant: str
     opt_outs: list[OptOut]

@@ -18,7 +18,16 @@ Result = TypeVar("Result")
 
 # Arguments that may differ between ranks: they steer no step, no collective call and no random number of ours.
 _LOCAL_ARGUMENTS = {
-    *("output_dir", "local_rank", "resume_from_checkpoint", "seed", "data_seed", "log_level", "log_level_replica"),
+    *(
+        "output_dir",
+        "trunk_cache_dir",
+        "local_rank",
+        "resume_from_checkpoint",
+        "seed",
+        "data_seed",
+        "log_level",
+        "log_level_replica",
+    ),
     *("disable_tqdm", "report_to", "run_name", "project", "hub_token", "ddp_timeout", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
 }

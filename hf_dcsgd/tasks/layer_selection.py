@@ -247,7 +247,7 @@ def _no_match_message(model: nn.Module, entries: Sequence[str]) -> str:
 
 
 def _near_matches(entry: str, names: Sequence[str], limit: int = 5) -> list[str]:
-    """Names that end alike first (`pooler` for `bert.pooler`), then those spelt alike."""
+    """Names that end alike first (`pooler` for `bert.pooler`), then those spelled alike."""
     wanted = entry.strip("*.?")
     alike = [name for name in names if wanted and name.endswith(f".{wanted}")]
     last_part = wanted.rpartition(".")[2]
