@@ -50,7 +50,7 @@ from hf_dcsgd.step import ExampleLosses, PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
-from hf_dcsgd.trunk.build import TrunkCache, filled_cache
+from hf_dcsgd.trunk.build import TrunkCache, open_cache
 from hf_dcsgd.trunk.check import require_same_results
 from hf_dcsgd.trunk.cut import TrunkCacheError
 
@@ -246,29 +246,38 @@ class DCSGDTrainer(PublishingTrainer):
         self._cache = None
         if self.args.trunk_cache == "off":
             return rows, collate
-        rank = self.args.process_index
         try:
-            with private_randomness(self.args.device), self.compute_loss_context_manager():
-                self._cache = filled_cache(
-                    self.model,
-                    rows,
-                    collate,
-                    label_names=self._loss_settings()[1],
-                    device=self.args.device,
-                    cache_dir=self.args.trunk_cache_dir,
-                    dtype=self.args.trunk_cache_dtype,
-                    largest=self.args.per_device_train_batch_size,
-                    rank=rank,
-                    world_size=self.args.world_size,
-                    show_progress=rank == 0 and not self.args.disable_tqdm,
-                )
+            self._fill_cache(rows, collate)
         except TrunkCacheError as error:
             if self.args.trunk_cache == "on":
                 error.add_note('trunk_cache="auto" trains such a model without a cache.')
                 raise
             logger.warning("training goes on without a trunk cache: %s", error)
-            return rows, collate
-        return self._cache.store, take_only_row
+            self._cache = None
+        return (rows, collate) if self._cache is None else (self._cache.store, take_only_row)
+
+    def _fill_cache(self, rows: Any, collate: Collator) -> None:
+        """Try the cache on a few rows of this rank, then fill it with all of them."""
+        rank, world_size = self.args.process_index, self.args.world_size
+        with private_randomness(self.args.device), self.compute_loss_context_manager():
+            cache = self._cache = open_cache(
+                self.model,
+                rows,
+                collate,
+                label_names=self._loss_settings()[1],
+                device=self.args.device,
+                cache_dir=self.args.trunk_cache_dir,
+                dtype=self.args.trunk_cache_dtype,
+                largest=self.args.per_device_train_batch_size,
+            )
+            mine, shard = range(rank, len(rows), world_size), f"{rank}-of-{world_size}"
+            few = mine[:: max(1, len(mine) // 8)]
+            cache.fill(few, shard, show_progress=False)
+            train_mode(self.model)
+            require_same_results(self.make_step(), [cache.store[index] for index in few])
+            if rank == 0:
+                print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
+            cache.fill(mine, shard, show_progress=rank == 0 and not self.args.disable_tqdm)
 
     def _longest_row(self) -> int | None:
         limits = [getattr(self.processing_class, "model_max_length", None)]
@@ -362,8 +371,6 @@ class DCSGDTrainer(PublishingTrainer):
             row = RowCollator(collate).alone(fetch_row(rows, 0))
         with step.forward_context():
             check_before_training(step, row, special)
-        if self._cache is not None:
-            require_same_results(step, self._cache.some_rows(self.args.process_index))
         saved = self._saved_state()[1]
         earlier = earlier_statement(self.model, self.args.earlier_spending) if saved is None else None
         step.mechanism = start_mechanism(

@@ -111,11 +111,6 @@ class TrunkCache:
         """Say how large it is, or will be."""
         return f"{len(self._rows):,} rows, about {len(self._rows) * self._bytes_per_row / 1e9:.2f} GB"
 
-    def some_rows(self, first: int, count: int = 8) -> list[dict[str, Tensor]]:
-        """Return a few rows that are filled, one of them `first`."""
-        stored = [index for index in range(first, len(self.store)) if not self.store.missing([index])]
-        return [self.store[index] for index in stored[:: max(1, len(stored) // count)][:count]]
-
     def _require_space(self, rows: int) -> None:
         needed, free = rows * self._bytes_per_row, shutil.disk_usage(self.folder).free
         if needed > 0.95 * free:
@@ -143,28 +138,21 @@ class TrunkCache:
         return [{**row, TRUNK_ENTRY: hidden[k : k + 1].to(self._dtype)} for k, (_, row) in enumerate(rows)]
 
 
-def filled_cache(
+def open_cache(
     model: nn.Module,
     rows: Any,
     collate: Collator,
     *,
     label_names: Sequence[str] | None,
     device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
-    show_progress: bool = True,
     **options: Any,
 ) -> TrunkCache:
-    """Return a cache that holds the rows of this rank; `options` are those of `TrunkCache`."""
+    """Open the cache of a model's frozen trunk for these rows, empty or not; `options` are those of `TrunkCache`."""
 
     def inputs_of(batch: Batch) -> Batch:
         return move_to(split_labels(model, batch, label_names)[0], device)
 
-    cache = TrunkCache(FrozenTrunk(model), rows, RowCollator(collate), inputs_of, **options)
-    if rank == 0:
-        print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
-    cache.fill(range(rank, len(rows), world_size), f"{rank}-of-{world_size}", show_progress=show_progress)
-    return cache
+    return TrunkCache(FrozenTrunk(model), rows, RowCollator(collate), inputs_of, **options)
 
 
 def _require_deterministic(rows: Any, collate: RowCollator, sample: Mapping[int, Batch]) -> None:
