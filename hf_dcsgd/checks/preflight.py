@@ -14,10 +14,11 @@ Nothing is charged, and nothing is kept but that the checks passed. During train
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import COUPLED, LossAndNorm, require_agreement
@@ -25,7 +26,7 @@ from hf_dcsgd.checks.parity import check_parity
 from hf_dcsgd.checks.random_tape import Order, RandomTape
 from hf_dcsgd.data.rows import Batch, batch_length, stack, take_row
 from hf_dcsgd.data.synthetic import synthetic_like
-from hf_dcsgd.ghost import BatchCouplingError, GhostClipper
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 
 if TYPE_CHECKING:
     from hf_dcsgd.step import PrivateStep
@@ -51,15 +52,16 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
     model.eval()
     try:
         with step.randomness():
-            with torch.no_grad():
-                if not step.losses(batch).isfinite().all():
-                    # The model makes nothing of synthetic rows. What a clipper learns from a real one must not be
-                    # recorded, so it is not the one that trains.
+            if not _makes_sense(step, batch):
+                # What a clipper learns from a real row must not be recorded, so it is not the one that trains.
+                clipper = GhostClipper(model)
+                batch = step.on_device(synthetic_like(model, row, _ROWS, keep_tokens, keep_numbers=True))
+                if not _makes_sense(step, batch):
                     batch = step.on_device(_repeated(row))
-                    clipper = GhostClipper(model)
             check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch))
             _check_rows_are_independent(step, clipper, batch)
             step.train()
+            _turn_off_shared_dropout(step, batch)
             with clipper, ForwardWrites(model).refused_by_value():
                 clipper.norms(step.losses(batch))
             _check_rows_are_independent(step, clipper, batch)
@@ -73,6 +75,17 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             "parameters; freeze them to avoid it): %s",
             ", ".join(sorted(step.clipper.slow_parameters)),
         )
+
+
+def _makes_sense(step: PrivateStep, batch: Batch) -> bool:
+    """Whether the model makes something of synthetic rows: some ask for numbers that fit together."""
+    try:
+        with torch.no_grad():
+            return bool(step.losses(batch).isfinite().all())
+    except (BatchCouplingError, UnsupportedModelError):
+        raise
+    except Exception:
+        return False
 
 
 def _repeated(row: Batch) -> Batch:
@@ -127,6 +140,30 @@ def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Ba
     allowed = max(_TOLERANCE, 0.1 * step.tolerance(losses)) * rows * float(threshold)
     if not float((sum_together - sum_alone).norm()) <= allowed + 1e-7:
         raise BatchCouplingError(COUPLED)
+
+
+def _turn_off_shared_dropout(step: PrivateStep, batch: Batch) -> None:
+    """Turn off dropout on what all rows share, such as DeBERTa's relative positions: its mask is nobody's share."""
+    shapes: list[set[tuple[str, torch.Size]]] = []
+
+    def note(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        return lambda module, args, output: shapes[-1].add((name, output.shape))
+
+    dropouts = {name: m for name, m in step.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
+    hooks = [module.register_forward_hook(note(name)) for name, module in dropouts.items()]
+    try:
+        for inputs in (batch, take_row(batch, 0)):
+            shapes.append(set())
+            with torch.no_grad():
+                step.losses(inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    shared = sorted({name for name, _ in shapes[0] & shapes[1]})
+    for name in shared:
+        dropouts[name].p = 0.0
+    if shared:
+        logger.warning("no dropout where one mask would serve all examples of a stack: %s", ", ".join(shared))
 
 
 def _check_nothing_is_remembered(step: PrivateStep, batch: Batch) -> None:

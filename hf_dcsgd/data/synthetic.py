@@ -11,16 +11,23 @@ from torch import Tensor, nn
 from hf_dcsgd.data.rows import Batch
 
 
-def synthetic_like(model: nn.Module, row: Mapping[str, Any], rows: int, keep_tokens: tuple[int, ...] = ()) -> Batch:
+def synthetic_like(
+    model: nn.Module,
+    row: Mapping[str, Any],
+    rows: int,
+    keep_tokens: tuple[int, ...] = (),
+    *,
+    keep_numbers: bool = False,
+) -> Batch:
     """Make a stack of `rows` synthetic rows with the shapes of a stack of one.
 
     Tokens and numbers are random, attention is full, everything else is zero. Special tokens, those in `keep_tokens`
     and those of the model's config, stay where they are and appear nowhere else, since some models look for them.
-    Where the vocabulary is not known, the tokens are those of the row in another order.
+    Where the vocabulary is not known, the tokens are those of the row in another order. With `keep_numbers`, whole
+    numbers other than tokens stay those of the row, for models that cannot take zeros (the shape of an image).
     """
     generator = torch.Generator().manual_seed(0)
-    input_embeddings: Any = getattr(model, "get_input_embeddings", None)
-    vocabulary: Any = getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    vocabulary = _vocabulary(model)
     special = torch.tensor(sorted({*keep_tokens, *_config_tokens(model)}), dtype=torch.long)
     made: Batch = {}
     for name, value in row.items():
@@ -30,7 +37,8 @@ def synthetic_like(model: nn.Module, row: Mapping[str, Any], rows: int, keep_tok
             made[name] = value
         else:
             value = value.repeat(rows, *[1] * (value.dim() - 1))
-            made[name] = _made_up(name, value, vocabulary, special, generator)
+            kept = keep_numbers and not value.is_floating_point() and "input_ids" not in name
+            made[name] = value if kept else _made_up(name, value, vocabulary, special, generator)
     return made
 
 
@@ -47,6 +55,14 @@ def _made_up(name: str, value: Tensor, vocabulary: int | None, special: Tensor, 
     ordinary = ordinary[~torch.isin(ordinary, special)]
     tokens = ordinary[torch.randint(len(ordinary), value.shape, generator=generator)].to(value)
     return torch.where(torch.isin(value, special.to(value)), value, tokens)
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    input_embeddings: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        return getattr(input_embeddings(), "num_embeddings", None) if callable(input_embeddings) else None
+    except NotImplementedError:  # models of images, some of them
+        return None
 
 
 def _config_tokens(model: nn.Module) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
-# Couplings of transformers that no gradient shows, by class name.
+# Couplings that the few rows of a check do not show, by class name.
 _HIDDEN_COUPLINGS = {
     "NllbMoeTop2Router": "drops tokens beyond a capacity that the whole batch shares; no setting avoids it",
     "Linear8bitLt": "picks outlier columns over the whole batch; load the model in 4 bits, or in bf16",
@@ -96,24 +96,16 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
 
 
 def _coupling_settings(module: nn.Module) -> Iterator[str]:
-    """Names settings that treat a batch as a whole: by its longest example, or by one random number for all."""
-    types, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    """Names settings that show only when rows of certain lengths come along, in the middle of a run."""
+    types = getattr(module, "rope_type", None)
     for rope_type in types.values() if isinstance(types, dict) else (types,):
-        if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+        if isinstance(rope_type, str) and "dynamic" in rope_type:
             yield (
-                f"rope_type {rope_type!r} chooses its frequencies by the longest example of the batch; load the model "
-                "with another, e.g. linear or yarn"
+                f"rope_type {rope_type!r} keeps the frequencies of the longest example so far; load the model with "
+                "another, e.g. linear or yarn"
             )
     if "BigBird" in type(module).__name__ and getattr(module, "attention_type", None) == "block_sparse":
         yield (
             "block-sparse attention turns to full attention, for good, when a batch is short; load the model with "
             'attention_type="original_full"'
         )
-    # One example more moves others across the border of a micro-batch, to another random number.
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
-        for value in (getattr(module, name, None), getattr(config, name, None)):
-            if isinstance(value, float) and value > 0:
-                yield f"{name}={value:g} drops whole layers for a batch at once; load the model with {name}=0.0"
-    probabilities = [getattr(config, f"mask_{axis}_prob", 0) or 0 for axis in ("time", "feature")]
-    if getattr(config, "apply_spec_augment", False) and max(probabilities) > 0:
-        yield "SpecAugment draws one number for the whole batch; load the model with apply_spec_augment=False"
