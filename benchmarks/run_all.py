@@ -9,7 +9,12 @@ from pathlib import Path
 COMMANDS = (
     ["step_cost.py", "--size", "mini"],
     ["step_cost.py", "--size", "mini", "--layers", "last:6"],
+    ["step_cost.py", "--size", "mini", "--layers", "lora"],
+    ["step_cost.py", "--size", "mini", "--tail"],
     ["step_cost.py", "--size", "base", "--rounds", "5"],
+    ["epochs.py", "--size", "mini", "--lengths", "mixed"],
+    ["epochs.py", "--size", "base", "--rows", "96", "--rounds", "1"],
+    ["epochs.py", "--size", "base", "--rows", "96", "--rounds", "1", "--lengths", "mixed"],
     ["collectives.py"],
 )
 

@@ -7,6 +7,8 @@ threshold, optimizer.
     python benchmarks/step_cost.py --size mini      # 6 layers × 384, as MiniLM
     python benchmarks/step_cost.py --size base      # 12 layers × 768, as bert-base
     python benchmarks/step_cost.py --layers last:6  # all but the embeddings, on which Opacus' ghost clipping fails
+    python benchmarks/step_cost.py --layers lora    # LoRA of rank 8 on all layers
+    python benchmarks/step_cost.py --tail           # hidden states of the frozen layers given, as by a trunk cache
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
+from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 SIZES = {
     "mini": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536},
@@ -34,9 +38,13 @@ SIZES = {
 }
 
 
-def make_model(size: str, layers: str) -> BertForSequenceClassification:
+def make_model(size: str, layers: str) -> nn.Module:
     torch.manual_seed(0)
     model = BertForSequenceClassification(BertConfig(**SIZES[size]))
+    if layers == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=8, task_type="SEQ_CLS", target_modules=["query", "value"])).train()
     select_trainable_layers(model, layers)
     return model.train()
 
@@ -52,18 +60,26 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def plain_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> Callable[[], None]:
+def fed(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[FrozenTrunk, torch.Tensor]:
+    """Cut the model, and compute the hidden states of its frozen part."""
+    trunk = FrozenTrunk(model)
+    return trunk, trunk.capture({name: value for name, value in batch.items() if name != "labels"})
+
+
+def plain_step(model: nn.Module, batch: dict[str, torch.Tensor], tail: bool) -> Callable[[], None]:
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
+    trunk, hidden_states = fed(model, batch) if tail else (None, None)
 
     def step() -> None:
-        model(**batch).loss.backward()
+        with nullcontext() if trunk is None else trunk.feed(hidden_states):
+            model(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str) -> Callable[[], None]:
+def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, tail: bool) -> Callable[[], None]:
     size = len(batch["labels"])
     plan = PrivacyPlan.create(
         dataset_size=400 * size,
@@ -73,7 +89,9 @@ def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str) ->
         noise_multiplier=0.5,
         clipping=clipping,
     )
-    private = PrivateStep(model, DPMechanism(plan))
+    trunk, hidden_states = fed(model, batch) if tail else (None, None)
+    private = PrivateStep(model, DPMechanism(plan), trunk=trunk)
+    batch = batch if hidden_states is None else {**batch, TRUNK_ENTRY: hidden_states}
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
 
     def step() -> None:
@@ -127,23 +145,25 @@ def main() -> None:
     parser.add_argument(
         "--layers", default=DEFAULT_LAYERS, help=f"what is trained, as trainable_layers (default: {DEFAULT_LAYERS})"
     )
+    parser.add_argument("--tail", action="store_true", help="hidden states of the frozen layers are given")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
     model, batch = make_model(options.size, options.layers), make_batch(options.batch, options.length)
     layers = "" if options.layers == DEFAULT_LAYERS else re.sub(r"\W+", "_", f"_{options.layers}")
-    name = f"{options.size}{layers}"
+    name = f"{options.size}{layers}{'_tail' if options.tail else ''}"
     setting = vars(options) | {"torch threads": torch.get_num_threads()}
     peers = {
-        "plain training": plain_step(copy.deepcopy(model), batch),
-        "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e"),
-        "Opacus ghost clipping": opacus_step(copy.deepcopy(model), batch, ghost=True),
-        "Opacus per-example gradients": opacus_step(copy.deepcopy(model), batch, ghost=False),
+        "plain training": plain_step(copy.deepcopy(model), batch, options.tail),
+        "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e", options.tail),
     }
+    if not options.tail:
+        peers["Opacus ghost clipping"] = opacus_step(copy.deepcopy(model), batch, ghost=True)
+        peers["Opacus per-example gradients"] = opacus_step(copy.deepcopy(model), batch, ghost=False)
     show("One step", alternate(peers, options.rounds), setting, f"step_cost_{name}.json")
     strategies = {
-        clipping: our_step(copy.deepcopy(model), batch, clipping)
+        clipping: our_step(copy.deepcopy(model), batch, clipping, options.tail)
         for clipping in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
     }
     table = alternate(strategies, 2 * options.rounds)
