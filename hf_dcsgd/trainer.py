@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel
 from transformers.trainer_utils import HPSearchBackend, TrainOutput
 
 from hf_dcsgd.checks.environment import (
@@ -33,25 +32,39 @@ from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import poisson_dataloader, restack
-from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, take_only_row, with_rounded_lengths
-from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
+from hf_dcsgd.data.rows import (
+    Batch,
+    Collator,
+    RowCollator,
+    fetch_row,
+    longest_row,
+    take_only_row,
+    with_rounded_lengths,
+)
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.reporting.plan_table import describe_plan
 from hf_dcsgd.reporting.publishing import PublishingTrainer
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, RunStart, saved_privacy_state
+from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.runs.processes import public_settings, quiet_replica, require_agreement
 from hf_dcsgd.runs.search_cost import SearchCost, search_cost
 from hf_dcsgd.runs.spending import describe_earlier, earlier_statement
-from hf_dcsgd.runs.start import public_checkpoint_numbers, require_continuation, start_mechanism
+from hf_dcsgd.runs.start import (
+    public_checkpoint_numbers,
+    read_saved_state,
+    refuse_second_run,
+    require_continuation,
+    start_mechanism,
+)
 from hf_dcsgd.step import ExampleLosses, PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, hold_in_fp32, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 from hf_dcsgd.trunk.build import TrunkCache, open_cache
-from hf_dcsgd.trunk.check import require_same_results
+from hf_dcsgd.trunk.check import fill_and_check
 from hf_dcsgd.trunk.cut import TrunkCacheError
 
 logger = logging.getLogger(__name__)
@@ -235,7 +248,7 @@ class DCSGDTrainer(PublishingTrainer):
 
     def rows_and_collator(self) -> tuple[Any, Collator]:
         """Return the training rows and their collator, both without the columns that the model does not take."""
-        collate = with_rounded_lengths(self.data_collator, self._longest_row())
+        collate = with_rounded_lengths(self.data_collator, longest_row(self.processing_class, self.model))
         if hasattr(self.train_dataset, "column_names"):
             return self._remove_unused_columns(self.train_dataset, description="training"), collate
         return self.train_dataset, self._get_collator_with_removed_columns(collate, description="training")
@@ -247,7 +260,25 @@ class DCSGDTrainer(PublishingTrainer):
         if self.args.trunk_cache == "off":
             return rows, collate
         try:
-            self._fill_cache(rows, collate)
+            with private_randomness(self.args.device), self.compute_loss_context_manager():
+                self._cache = open_cache(
+                    self.model,
+                    rows,
+                    collate,
+                    label_names=self._loss_settings()[1],
+                    device=self.args.device,
+                    cache_dir=self.args.trunk_cache_dir,
+                    dtype=self.args.trunk_cache_dtype,
+                    largest=self.args.per_device_train_batch_size,
+                )
+                train_mode(self.model)
+                fill_and_check(
+                    self._cache,
+                    self.make_step(),
+                    rank=self.args.process_index,
+                    world_size=self.args.world_size,
+                    show_progress=not self.args.disable_tqdm,
+                )
         except TrunkCacheError as error:
             if self.args.trunk_cache == "on":
                 error.add_note('trunk_cache="auto" trains such a model without a cache.')
@@ -255,34 +286,6 @@ class DCSGDTrainer(PublishingTrainer):
             logger.warning("training goes on without a trunk cache: %s", error)
             self._cache = None
         return (rows, collate) if self._cache is None else (self._cache.store, take_only_row)
-
-    def _fill_cache(self, rows: Any, collate: Collator) -> None:
-        """Try the cache on a few rows of this rank, then fill it with all of them."""
-        rank, world_size = self.args.process_index, self.args.world_size
-        with private_randomness(self.args.device), self.compute_loss_context_manager():
-            cache = self._cache = open_cache(
-                self.model,
-                rows,
-                collate,
-                label_names=self._loss_settings()[1],
-                device=self.args.device,
-                cache_dir=self.args.trunk_cache_dir,
-                dtype=self.args.trunk_cache_dtype,
-                largest=self.args.per_device_train_batch_size,
-            )
-            mine, shard = range(rank, len(rows), world_size), f"{rank}-of-{world_size}"
-            few = mine[:: max(1, len(mine) // 8)]
-            cache.fill(few, shard, show_progress=False)
-            train_mode(self.model)
-            require_same_results(self.make_step(), [cache.store[index] for index in few])
-            if rank == 0:
-                print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
-            cache.fill(mine, shard, show_progress=rank == 0 and not self.args.disable_tqdm)
-
-    def _longest_row(self) -> int | None:
-        limits = [getattr(self.processing_class, "model_max_length", None)]
-        limits.append(getattr(getattr(self.model, "config", None), "max_position_embeddings", None))
-        return next((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1 << 30), None)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Batch]], num_batches: int, device: torch.device
@@ -323,37 +326,20 @@ class DCSGDTrainer(PublishingTrainer):
 
         A rank that fails alone would leave the others waiting in whatever collective call comes next.
         """
-        if self._checkpoint is None:
-            self._refuse_second_run()
+        if self._checkpoint is None and self.step is not None and self.step.model is self.model:
+            refuse_second_run(self.mechanism)
         if self.hp_search_backend is not None:
             # A trial sets arguments one by one, past their checks, and after the layers were selected.
             self.args.check()
             self._select_layers(self.model)
         hold_in_fp32(self.model, autocast=self.args.bf16)  # evaluation may have left it in half precision
         self.plan = self.make_plan()
-        step, saved = self._saved_state()
+        step, saved = (0, None) if self._checkpoint is None else read_saved_state(self._checkpoint)
         require_agreement(
             public_settings(self.plan, self.args, self.model) | {"checkpoint": public_checkpoint_numbers(step, saved)}
         )
         if self._checkpoint is not None:
             require_continuation(saved, self.plan, self._checkpoint)
-
-    def _saved_state(self) -> tuple[int, dict[str, Any] | None]:
-        if self._checkpoint is None:
-            return 0, None
-        state = TrainerState.load_from_json(str(Path(self._checkpoint) / TRAINER_STATE_NAME))
-        return state.global_step, saved_privacy_state(state)
-
-    def _refuse_second_run(self) -> None:
-        """The weights carry what was spent on them: training them once more would pass the budget unseen."""
-        if self.mechanism is None or self.step is None or self.step.model is not self.model:
-            return
-        if self.mechanism.charged:
-            raise BudgetExhausted(
-                f"this model was trained for {self.mechanism.charged} charged steps already (ε = {self.epsilon():.4g})"
-                ", and a second run on top would add to them. To go on with an interrupted run use "
-                "resume_from_checkpoint; to start over pass a fresh model, or a model_init"
-            )
 
     def _start_run(self, max_steps: int) -> None:
         """Check model and data, open the ledger and attach the mechanism; called when the loop begins."""
@@ -371,7 +357,7 @@ class DCSGDTrainer(PublishingTrainer):
             row = RowCollator(collate).alone(fetch_row(rows, 0))
         with step.forward_context():
             check_before_training(step, row, special)
-        saved = self._saved_state()[1]
+        saved = None if self._checkpoint is None else read_saved_state(self._checkpoint)[1]
         earlier = earlier_statement(self.model, self.args.earlier_spending) if saved is None else None
         step.mechanism = start_mechanism(
             self.plan, run_dir, saved, is_main_process=is_main, device=self.args.device, earlier=earlier

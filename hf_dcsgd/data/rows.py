@@ -162,6 +162,15 @@ def _cut(batch: Batch, largest: int) -> list[Batch]:
     ]
 
 
+def longest_row(tokenizer: Any, model: Any) -> int | None:
+    """Return how many tokens a model takes, as its tokenizer or its config says; None where neither does."""
+    limits = (
+        getattr(tokenizer, "model_max_length", None),
+        getattr(getattr(model, "config", None), "max_position_embeddings", None),
+    )
+    return next((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1 << 30), None)
+
+
 def with_rounded_lengths(collate: Collator, longest: int | None = None) -> Collator:
     """Let a padding collator round the length of a row up to a public multiple, where it can and does not yet.
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.runs.callbacks import saved_privacy_state
 from hf_dcsgd.runs.checkpoints import require_same_plan, require_traced_charges
 from hf_dcsgd.runs.processes import on_main_process
 
@@ -30,6 +33,22 @@ def require_continuation(saved: Saved | None, plan: PrivacyPlan, checkpoint: str
     if saved is None:
         raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
     require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
+
+
+def read_saved_state(checkpoint: str) -> tuple[int, Saved | None]:
+    """Read the step of a checkpoint, and the privacy state in it."""
+    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    return state.global_step, saved_privacy_state(state)
+
+
+def refuse_second_run(mechanism: DPMechanism | None) -> None:
+    """Refuse to train a model once more that this mechanism has trained: the budget would be passed unseen."""
+    if mechanism is not None and mechanism.charged:
+        raise BudgetExhausted(
+            f"this model was trained for {mechanism.charged} charged steps already (ε = {mechanism.epsilon():.4g}), "
+            "and a second run on top would add to them. To go on with an interrupted run use resume_from_checkpoint; to "
+            "start over pass a fresh model, or a model_init"
+        )
 
 
 def start_mechanism(

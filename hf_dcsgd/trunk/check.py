@@ -1,4 +1,4 @@
-"""Whether a model computes the same from cached hidden states as from its inputs."""
+"""Fill a trunk cache, once a model is seen to compute the same from cached hidden states as from its inputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dcsgd.data.rows import stack
+from hf_dcsgd.trunk.build import TrunkCache
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, TrunkCacheError
 
 if TYPE_CHECKING:
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 
 # How far losses and norms may differ, by the precision in which hidden states are kept.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def fill_and_check(
+    cache: TrunkCache, step: PrivateStep, *, rank: int = 0, world_size: int = 1, show_progress: bool = True
+) -> None:
+    """Try a cache on a few rows of this rank, then fill it with all of them."""
+    mine, shard = range(rank, len(cache.store), world_size), f"{rank}-of-{world_size}"
+    few = mine[:: max(1, len(mine) // 8)]
+    cache.fill(few, shard, show_progress=False)
+    require_same_results(step, [cache.store[index] for index in few])
+    if rank == 0:
+        print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
+    cache.fill(mine, shard, show_progress=show_progress and rank == 0)
 
 
 def require_same_results(step: PrivateStep, rows: list[dict[str, Any]]) -> None:
