@@ -46,8 +46,8 @@ def refuse_second_run(mechanism: DPMechanism | None) -> None:
     if mechanism is not None and mechanism.charged:
         raise BudgetExhausted(
             f"this model was trained for {mechanism.charged} charged steps already (ε = {mechanism.epsilon():.4g}), "
-            "and a second run on top would add to them. To go on with an interrupted run use resume_from_checkpoint; to "
-            "start over pass a fresh model, or a model_init"
+            "and a second run on top would add to them. To go on with an interrupted run use resume_from_checkpoint; "
+            "to start over pass a fresh model, or a model_init"
         )
 
 
