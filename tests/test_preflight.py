@@ -107,6 +107,10 @@ class _NoMechanism:
     def clip_factors(self, norms: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(norms)
 
+    def abandon(self) -> None: ...
+
+    def discard(self) -> None: ...
+
 
 class RelativePositions(nn.Module):
     """A classifier with dropout on a table that serves all rows, as DeBERTa's."""
