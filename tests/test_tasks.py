@@ -138,15 +138,14 @@ def test_the_loss_falls_and_the_books_are_right(tmp_path: Path, task: Task) -> N
             unsafe_noise_seed=1,
         ),
         train_dataset=rows,
-        eval_dataset=list(rows),
         processing_class=None if is_image else tokenizer,
         data_collator=collate_images if is_image else task.collator(tokenizer, model),
     )
     torch.manual_seed(0)
-    before, start = trainer.evaluate()["eval_loss"], flat_parameters(model)
+    before, start = trainer.predict(rows).metrics["test_loss"], flat_parameters(model)
     trainer.train()
     torch.manual_seed(0)
-    after = trainer.evaluate()["eval_loss"]
+    after = trainer.predict(rows).metrics["test_loss"]
     moved = flat_parameters(model)
     assert moved.isfinite().all()
     assert (moved - start).norm() > 0.1

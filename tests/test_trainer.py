@@ -39,7 +39,7 @@ from hf_dcsgd.ghost import UnsupportedModelError, registry
 from hf_dcsgd.privacy.accounting import epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
-from hf_dcsgd.privacy.noise import NoiseSource
+from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.step import PrivateStep
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
@@ -128,11 +128,7 @@ def test_one_step_is_the_noised_mean_of_clipped_gradients(tmp_path: Path, split:
         loss = nn.functional.cross_entropy(model(rows[index]["features"][None]), rows[index]["labels"][None])
         gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
         clipped_sum += gradient * min(1.0, threshold / float(gradient.norm()))
-    noise = torch.from_numpy(
-        np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence(3, spawn_key=(1,)))).standard_normal(
-            len(clipped_sum), dtype=np.float32
-        )
-    )
+    noise = NoiseSource(unsafe_seed=3).add_noise(SensitiveSum(torch.zeros_like(clipped_sum), 1.0), 1.0)
     expected = flat_parameters(model) - 0.7 * (clipped_sum + SIGMA * threshold * noise) / BATCH
 
     trainer = feature_trainer(

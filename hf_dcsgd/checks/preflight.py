@@ -61,11 +61,12 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch))
             _check_rows_are_independent(step, clipper, batch)
             step.train()
-            _turn_off_shared_dropout(step, batch)
             with clipper, ForwardWrites(model).refused_by_value():
                 clipper.norms(step.losses(batch))
+            _turn_off_shared_dropout(step, batch)
             _check_rows_are_independent(step, clipper, batch)
             _check_nothing_is_remembered(step, batch)
+            step.require_frozen_unchanged()
     finally:
         step.train()
         step.clipper.reset_verification()  # on real examples, too
