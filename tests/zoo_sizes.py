@@ -219,6 +219,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 48},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "longformer": {"attention_window": 8},
     "luke": {"entity_vocab_size": 20},
     "markuplm": {"max_depth": 4, "xpath_unit_hidden_size": 4},
     "mbart": {"pad_token_id": 3},
