@@ -317,6 +317,33 @@ def test_a_process_killed_while_it_fills_the_cache_loses_no_finished_row(tmp_pat
         assert all(torch.allclose(v, cache.store[index][n], atol=1e-6) for n, v in expected.items())
 
 
+FILLING = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from test_trunk_cache import small_cache
+from hf_dcsgd.trunk import build
+
+build._CHUNK = 4
+cache = small_cache(Path({folder!r}))
+cache.fill(range(64), show_progress=False)
+assert not cache.store.missing(range(64))
+"""
+
+
+def test_two_processes_that_fill_one_cache_wait_for_each_other(tmp_path: Path) -> None:
+    script = textwrap.dedent(FILLING).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    both = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors.decode()[-2000:]
+    cache = small_cache(tmp_path)
+    (index,) = cache.folder.glob("rows-*.idx")
+    records = index.stat().st_size // (8 * cache.store.schema.record_length)
+    assert records == 64  # every row once
+    assert torch.equal(cache.store[5]["input_ids"], pad([text_rows()[5]])["input_ids"])
+
+
 def test_two_shards_make_one_cache(tmp_path: Path) -> None:
     cache = small_cache(tmp_path)
     cache.fill(range(0, 64, 2), shard="0-of-2", show_progress=False)
