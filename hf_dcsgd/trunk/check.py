@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dcsgd.data.rows import stack
-from hf_dcsgd.trunk.build import TrunkCache
+from hf_dcsgd.trunk.build import TrunkCache, default_cache_dir
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, TrunkCacheError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def fill_and_check(
     cache.fill(few, shard, show_progress=False)
     require_same_results(step, [cache.store[index] for index in few])
     if rank == 0:
-        print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}`")
+        where = "" if cache.folder.parent == default_cache_dir() else f" --cache-dir {cache.folder.parent}"
+        print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}{where}`")
     cache.fill(mine, shard, show_progress=show_progress and rank == 0)
 
 
