@@ -384,6 +384,36 @@ def test_coupling_that_only_real_rows_show_is_charged_and_not_released(
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+class LateCodebook(InEmbeddings):
+    """Writes, where no version counts, and only when a certain row comes along."""
+
+    switched_on = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(16))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.switched_on:
+            self.codes.data.copy_(hidden.detach().mean((0, 1)))
+        return hidden
+
+
+def test_what_only_real_rows_write_into_a_frozen_part_is_not_saved(tmp_path: Path) -> None:
+    model = tiny_bert()
+    module = model.bert.embeddings.dropout = LateCodebook()
+    args = private_args(tmp_path / "run", clipping="fixed", max_steps=1)
+    trainer = DCSGDTrainer(model, args, pad, equal_rows())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "before"))
+    assert (tmp_path / "before" / "model.safetensors").exists()
+    module.switched_on = True
+    trainer.step.losses(pad(list(equal_rows()[:2])))
+    with pytest.raises(UnsupportedModelError, match="codes"):
+        trainer.save_model(str(tmp_path / "after"))
+    assert not (tmp_path / "after").exists()
+
+
 # --- the audit's adversary -------------------------------------------------------------------------------------------
 
 
