@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -11,18 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.data.loading import poisson_dataloader, restack
-from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row
-from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.data.rows import Batch, Collator
 from hf_dcsgd.privacy.mechanism import NoisyRelease
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.reporting.report import try_to_write_report
-from hf_dcsgd.reporting.run_record import write_run_record
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME
-from hf_dcsgd.runs.spending import SpendingRecorder, earlier_statement
-from hf_dcsgd.runs.start import start_mechanism
+from hf_dcsgd.reporting.run_record import RecordedRun
+from hf_dcsgd.runs.start import start_run
+from hf_dcsgd.runs.trace import append_to_trace
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.validation import require
@@ -72,10 +68,9 @@ class PrivateRun:
         )
         self.plan = plan
         self.report: Path | None = None
-        self._model, self._rows, self._collate = model, rows, collate
+        self._rows, self._collate = rows, collate
         self._directory, self._largest = Path(output_dir), largest_stack
         self._step = PrivateStep(model, loss=loss, device=device, reproducible_from=plan.unsafe_noise_seed)
-        self._device = torch.device(device)
         require(
             plan.num_parameters == self._step.clipper.num_parameters,
             f"expected a plan for {self._step.clipper.num_parameters} parameters, got {plan.num_parameters}",
@@ -83,34 +78,14 @@ class PrivateRun:
         self._released = 0
 
     def __enter__(self) -> PrivateRun:
-        step = self._step
-        step.train()
-        with step.randomness():
-            row = RowCollator(self._collate).alone(fetch_row(self._rows, 0))
-        check_before_training(step, row)
-        earlier = earlier_statement(self._model, "count")
-        step.mechanism = start_mechanism(
-            self.plan, self._directory, None, is_main_process=True, device=self._device, earlier=earlier
-        )
-        (self._directory / TRACE_FILENAME).unlink(missing_ok=True)
-        write_run_record(
-            self._directory,
-            plan=self.plan,
-            model=self._model,
-            trainable_layers="as_is",
-            rules=step.clipper.rules(),
-            slow_parameters=step.clipper.slow_parameters,
-        )
-        run = PrivacyLedger.read(self._directory).runs[-1]
-        self._spending = SpendingRecorder(self._model, self.plan, run.run_id, run.earlier)
+        start_run(self._step, self.plan, self._rows, self._collate, self._directory)
+        self._record = RecordedRun.start(self._directory, self._step, "as_is", is_main_process=True)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._step.mechanism is not None
-        self._step.mechanism.close()
-        self._spending.record(self._step.mechanism.charged)
+        self._record.end()
         self.report = try_to_write_report(self._directory)
 
     def batches(self) -> Iterator[list[Batch]]:
@@ -132,6 +107,5 @@ class PrivateRun:
             self._step.accumulate(stack)
         release = self._step.release()
         self._released += 1
-        with (self._directory / TRACE_FILENAME).open("a", encoding="utf-8") as trace:
-            trace.write(json.dumps({"step": self._released, **release.values}) + "\n")
+        append_to_trace(self._directory, self._released, release.values)
         return release

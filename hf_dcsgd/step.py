@@ -85,6 +85,13 @@ class ExampleLosses:
         losses = per_example_losses(self._model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
         return losses, outputs
 
+    def mean(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Return the mean loss of an evaluation batch, and the outputs by their names."""
+        losses, outputs = self(batch)
+        if not isinstance(outputs, Mapping):
+            outputs = {"logits": outputs[0] if isinstance(outputs, tuple) else getattr(outputs, "logits", outputs)}
+        return losses.mean(), dict(outputs)
+
     def _require_trunk(self) -> FrozenTrunk:
         if self._trunk is None:
             raise ValueError(f"expected a trunk for rows that carry {TRUNK_ENTRY!r}, got None")
@@ -144,7 +151,7 @@ class PrivateStep:
         self.draw_order = Order.ROW_MAJOR
         self.forward_context = forward_context
         self._losses = ExampleLosses(model, loss, label_names, label_smoothing, trunk)
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self._reproducible_from = reproducible_from
         self._random_blocks = 0
         self._writes = ForwardWrites(model)
@@ -164,7 +171,7 @@ class PrivateStep:
         mechanism = self._require_mechanism()
         rows = batch_length(stack)
         if rows == 0:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.device)
         try:
             return self._accumulate(mechanism, self.on_device(stack), rows)
         except (BatchCouplingError, UnsupportedModelError):
@@ -261,8 +268,8 @@ class PrivateStep:
         """Seed the global generators in secret within a block, and leave them as they were after it."""
         self._random_blocks += 1
         seed = self._reproducible_from
-        return private_randomness(self._device, None if seed is None else hash((seed, self._random_blocks)))
+        return private_randomness(self.device, None if seed is None else hash((seed, self._random_blocks)))
 
     def on_device(self, batch: Mapping[str, Any]) -> Batch:
         """Move the tensors of a batch to where the model is."""
-        return move_to(batch, self._device)
+        return move_to(batch, self.device)

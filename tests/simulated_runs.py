@@ -14,7 +14,7 @@ from tiny_tasks import BATCH, SIGMA, N, feature_classifier
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
 from hf_dcsgd.reporting.run_record import write_run_record
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME
+from hf_dcsgd.runs.trace import TRACE_FILENAME
 
 STEPS = 6
 

@@ -8,7 +8,8 @@ import torch
 from transformers import TrainerControl, TrainerState
 
 from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME, PrivacyCallback, RunStart, saved_privacy_state
+from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart, saved_privacy_state
+from hf_dcsgd.runs.trace import TRACE_FILENAME
 
 
 def mechanism(steps: int = 3, clipping: str = "dc_sgd_e") -> DPMechanism:
@@ -30,7 +31,7 @@ def end_of_step(callback: PrivacyCallback, step: int, max_steps: int) -> Trainer
 
 def test_the_trace_has_a_line_of_released_values_per_step(tmp_path: Path) -> None:
     callback, steps = PrivacyCallback(), mechanism()
-    callback.attach(steps, tmp_path / TRACE_FILENAME)
+    callback.attach(steps, tmp_path)
     released = []
     for step in (1, 2):
         released.append(steps.release(torch.zeros(4)).values)

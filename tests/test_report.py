@@ -25,7 +25,7 @@ from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.reporting import report
 from hf_dcsgd.reporting.format import parameter_groups, rounded_up
-from hf_dcsgd.reporting.run_record import read_trace
+from hf_dcsgd.runs.trace import read_trace
 
 STRATEGIES_WITH_HISTOGRAM = ("dc_sgd_e", "dc_sgd_p")
 
@@ -390,10 +390,9 @@ def test_only_the_main_process_writes(tmp_path: Path, monkeypatch: pytest.Monkey
         "hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: pytest.fail("written elsewhere")
     )
     monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
-    mechanism, nothing = trainer.mechanism, {"trainable_layers": None, "rules": {}, "slow_parameters": []}
 
     def started(self, *args):  # type: ignore[no-untyped-def]
-        self.record_run(tmp_path, mechanism, **nothing)
+        self.record_run(tmp_path, self.step, "as_is")
         return TrainOutput(0, 0.0, {})
 
     monkeypatch.setattr("transformers.Trainer.train", started)

@@ -17,7 +17,7 @@ from simulated_runs import simulate, without_fsync
 
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.reporting.report import build_report, write_report
-from hf_dcsgd.reporting.run_record import read_trace
+from hf_dcsgd.runs.trace import read_trace
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

@@ -21,9 +21,9 @@ import hf_dcsgd
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.reporting import report
 from hf_dcsgd.reporting.model_card import CardFacts, render_card
-from hf_dcsgd.reporting.run_record import read_trace
 from hf_dcsgd.reporting.snippets import usage
 from hf_dcsgd.runs.checkpoints import is_complete
+from hf_dcsgd.runs.trace import read_trace
 
 PACKAGE = Path(hf_dcsgd.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "code", "codeop"}

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting import report
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME
+from hf_dcsgd.runs.trace import TRACE_FILENAME
 
 SOAK_STEPS = 5_000
 

@@ -31,8 +31,8 @@ from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.reporting.report import build_report, format_spending, write_report
-from hf_dcsgd.reporting.run_record import read_trace
 from hf_dcsgd.runs.spending import Spending, SpendingRecorder, SpentRun, earlier_spending, earlier_statement
+from hf_dcsgd.runs.trace import read_trace
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 

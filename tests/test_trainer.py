@@ -199,7 +199,7 @@ def recorded_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
     watch_steps(monkeypatch, accumulate=accumulate, release=release)
     # It would run the model on the index, too.
-    monkeypatch.setattr("hf_dcsgd.trainer.check_before_training", lambda *args: None)
+    monkeypatch.setattr("hf_dcsgd.runs.start.check_before_training", lambda *args: None)
 
 
 def recording_trainer(output_dir: Path, n: int = N, **changes) -> DCSGDTrainer:  # type: ignore[no-untyped-def]

@@ -6,6 +6,7 @@ import os
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainingArguments
 
 _INSTEAD = (
     "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`, without sharding) and, for memory, "
@@ -31,6 +32,13 @@ def refuse_sharding_environment() -> None:
             raise ValueError(
                 f"{name} ({flag}={os.environ[flag]}) cannot be used for private training: it {reason}; {_INSTEAD}"
             )
+
+
+def refuse_parallelism(args: TrainingArguments, model: nn.Module, *, is_model_parallel: bool) -> None:
+    """Refuse all but one whole model on one device in each of the processes that were started."""
+    refuse_several_devices(args.n_gpu)
+    refuse_lone_processes(args.world_size)
+    refuse_split_model(model, is_model_parallel=is_model_parallel)
 
 
 def refuse_several_devices(n_gpu: int) -> None:

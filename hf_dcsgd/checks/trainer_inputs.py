@@ -29,13 +29,7 @@ def refuse_overrides(trainer: object, own: type) -> None:
 
 
 def validate_inputs(
-    *,
-    model: Any,
-    data_collator: Any,
-    train_dataset: Any,
-    compute_loss_func: Any,
-    per_example_loss_func: Any,
-    label_smoothing: float,
+    model: Any, data_collator: Any, train_dataset: Any, compute_loss_func: Any, per_example_loss_func: Any
 ) -> None:
     """Raise for things of the wrong kind, before transformers takes them apart."""
     if compute_loss_func is not None:
@@ -51,10 +45,14 @@ def validate_inputs(
     for name, function in (("data_collator", data_collator), ("per_example_loss_func", per_example_loss_func)):
         if function is not None and not callable(function):
             raise TypeError(f"expected {name} to be callable, got {function!r}")
-    if label_smoothing and isinstance(model, nn.Module) and not hasattr(model, "config"):
+    if train_dataset is not None:
+        map_style_length(train_dataset)
+
+
+def refuse_smoothing_without_config(model: nn.Module | None, label_smoothing: float) -> None:
+    """Refuse to smooth labels for a module of which transformers does not know where they are."""
+    if label_smoothing and model is not None and not hasattr(model, "config"):
         raise ValueError(
             f"label_smoothing_factor={label_smoothing:g} needs a transformers model; {type(model).__name__} has no "
             "config. Smooth the labels in a per_example_loss_func"
         )
-    if train_dataset is not None:
-        map_style_length(train_dataset)

@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.privacy.ledger import LedgerError
     from hf_dcsgd.reporting.report import build_report, format_spending, write_report
-    from hf_dcsgd.reporting.run_record import read_trace
+    from hf_dcsgd.runs.trace import read_trace
 
     try:
         report = build_report(arguments.output_dir)

@@ -1,4 +1,4 @@
-"""Writes what leaves a run: its report, its card, and what is saved or pushed.
+"""Writes what leaves a run: its report, its card, and what is logged, saved or pushed.
 
 Guarantee. A push holds what was made for it in an empty folder, and nothing else: weights and configuration as
 `save_pretrained` writes them, the tokenizer or processor, `training_args.bin` without seeds and tokens, what was spent
@@ -16,7 +16,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +26,21 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import hf_api
 from transformers.utils.hub import PushInProgress
 
-from hf_dcsgd.privacy.ledger import PrivacyLedger
-from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting import model_card, report
-from hf_dcsgd.reporting.run_record import read_trace, write_run_record
+from hf_dcsgd.reporting.plan_table import describe_plan
+from hf_dcsgd.reporting.run_record import RecordedRun
 from hf_dcsgd.reporting.schema import PrivacyReport
-from hf_dcsgd.runs.spending import SpendingRecorder
+from hf_dcsgd.runs.callbacks import released_logs
+from hf_dcsgd.runs.spending import describe_earlier
+from hf_dcsgd.runs.trace import read_trace
+from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The run under way, or the last one. Only the main process leaves word of what was spent."""
-
-    directory: Path
-    mechanism: DPMechanism
-    spending: SpendingRecorder | None
-
-
 class PublishingTrainer(Trainer):
-    """`Trainer` whose runs leave a privacy report, and which saves and pushes released values only.
+    """`Trainer` whose runs leave a privacy report, and which logs, saves and pushes released values only.
 
     A part of `DCSGDTrainer`, in a file of its own; the trainer calls `record_run` when a run starts.
 
@@ -62,18 +54,33 @@ class PublishingTrainer(Trainer):
 
     args: DCSGDTrainingArguments
     model: nn.Module
-    _run: _Run | None = None
+    _run: RecordedRun | None = None
 
     # -- the report --------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train as transformers does. A privacy report is written also when the run breaks off."""
+        """Train as transformers does. A privacy report is written also when the run breaks off.
+
+        The training loss is private: NaN is returned for it, unless `log_train_loss` asks for it.
+        """
         before = self._run
         try:
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
         finally:
             if self._run is not None and self._run is not before:
                 self._end_run(self._run)
+        shown = {"raw": "train_loss", "private": "noisy_train_loss"}.get(self.args.log_train_loss)
+        loss = output.metrics[shown] if shown is not None else float("nan")
+        return TrainOutput(output.global_step, loss, output.metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the step released; take out the private training loss, unless it was paid or opted for."""
+        mechanism = None if self._run is None else self._run.mechanism
+        super().log(released_logs(logs, mechanism, self.args.log_train_loss), start_time)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return zero: the true count follows the sizes of the private draws."""
+        return 0
 
     def privacy_report(self) -> PrivacyReport:
         """Return the statement of the last run: ε, δ and all that they rest on. Read from its directory.
@@ -83,33 +90,20 @@ class PublishingTrainer(Trainer):
         return report.build_report(self._report_dir())
 
     def record_run(
-        self,
-        run_dir: Path,
-        mechanism: DPMechanism,
-        *,
-        trainable_layers: str | None,
-        rules: Mapping[str, str],
-        slow_parameters: Iterable[str],
+        self, run_dir: Path, step: PrivateStep, trainable_layers: str, earlier: Mapping[str, Any] | None = None
     ) -> None:
-        """Write down what is trained, at the start: which parameters turn out slow later follows from data."""
-        spending = None
-        if self.is_world_process_zero():
-            write_run_record(
-                run_dir,
-                plan=mechanism.plan,
-                model=self.model,
-                trainable_layers=trainable_layers,
-                rules=rules,
-                slow_parameters=slow_parameters,
-            )
-            run = PrivacyLedger.read(run_dir).runs[-1]
-            spending = SpendingRecorder(self.model, mechanism.plan, run.run_id, run.earlier)
-        self._run = _Run(run_dir, mechanism, spending)
+        """Write down what is trained, and say what is planned; called when a run starts.
 
-    def _end_run(self, run: _Run) -> None:
-        run.mechanism.close()
-        if run.spending is not None:
-            run.spending.record(run.mechanism.charged)
+        `earlier` is what `spending.earlier_statement` found.
+        """
+        is_main = self.is_world_process_zero()
+        self._run = RecordedRun.start(run_dir, step, trainable_layers, is_main_process=is_main)
+        if is_main:
+            plan = self._run.mechanism.plan
+            print(describe_plan(plan) + describe_earlier(earlier, plan))
+
+    def _end_run(self, run: RecordedRun) -> None:
+        run.end()
         if self.is_world_process_zero():
             path = report.try_to_write_report(run.directory)
             if path is not None:
@@ -121,11 +115,15 @@ class PublishingTrainer(Trainer):
     # -- what is saved -----------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as transformers does, with arguments that carry neither seeds nor tokens, and with what was spent."""
+        """Save as transformers does, with arguments that carry neither seeds nor tokens, and with what was spent.
+
+        Refused where something wrote private values into the frozen part of the model.
+        """
         args, folder = self.args, str(self.args.output_dir if output_dir is None else output_dir)
-        if self._run is not None and self._run.spending is not None:
-            # First, as it goes into the configuration that is saved.
-            self._run.spending.record(self._run.mechanism.charged, folder)
+        if self._run is not None:
+            if self._run.step.model is self.model:
+                self._run.step.require_frozen_unchanged()
+            self._run.record_spending(folder)  # first, as it goes into the configuration that is saved
         self.args = without_secrets(args)
         try:
             super().save_model(folder, _internal_call=True)

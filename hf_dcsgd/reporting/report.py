@@ -28,10 +28,11 @@ from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.reporting.earlier import Past
 from hf_dcsgd.reporting.format import parameter_groups, rounded_up
 from hf_dcsgd.reporting.plan_table import opt_out_text
-from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, read_trace, software_versions
+from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, software_versions
 from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport
 from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.runs.search_cost import COST_FILENAME
+from hf_dcsgd.runs.trace import read_trace
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Writes and reads what a run keeps beside its ledger: what is trained, and what was released step by step."""
+"""What a run keeps beside its ledger: what is trained, by what; and what its weights have spent."""
 
 from __future__ import annotations
 
@@ -7,18 +7,60 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME
 from hf_dcsgd.runs.files import as_json, write_atomically
+from hf_dcsgd.runs.spending import SpendingRecorder
+from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.losses import unwrapped_model
 
 RUN_FILENAME = "privacy_run.json"
 _PACKAGES = ("hf-dcsgd", "torch", "transformers", "accelerate", "datasets", "peft", "dp-accounting", "numpy", "scipy")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The run under way, or the last one. Only the main process leaves word of it, and of what was spent."""
+
+    directory: Path
+    step: PrivateStep
+    mechanism: DPMechanism
+    spending: SpendingRecorder | None
+
+    @classmethod
+    def start(cls, run_dir: Path, step: PrivateStep, trainable_layers: str, *, is_main_process: bool) -> RecordedRun:
+        """Write down what is trained, at the start: which parameters turn out slow later follows from data."""
+        assert step.mechanism is not None
+        spending = None
+        if is_main_process:
+            write_run_record(
+                run_dir,
+                plan=step.mechanism.plan,
+                model=step.model,
+                trainable_layers=trainable_layers,
+                rules=step.clipper.rules(),
+                slow_parameters=step.clipper.slow_parameters,
+            )
+            run = PrivacyLedger.read(run_dir).runs[-1]
+            spending = SpendingRecorder(step.model, step.mechanism.plan, run.run_id, run.earlier)
+        return cls(run_dir, step, step.mechanism, spending)
+
+    def record_spending(self, folder: str | None = None) -> None:
+        """Leave word of what was spent with the weights; with `folder`, also beside those that are saved there."""
+        if self.spending is not None:
+            self.spending.record(self.mechanism.charged, folder)
+
+    def end(self) -> None:
+        """Close the ledger, and leave word of what was spent."""
+        self.mechanism.close()
+        self.record_spending()
 
 
 def write_run_record(
@@ -58,26 +100,6 @@ def software_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def read_trace(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the released values by step, of the steps that led to the last one.
-
-    After a crash a resumed run goes back to its checkpoint: lines of steps that were then taken again are left out. So
-    is a line torn by the crash.
-    """
-    path = Path(run_dir) / TRACE_FILENAME
-    lines: list[dict[str, Any]] = []
-    for raw in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(raw)
-            step = int(line["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        while lines and lines[-1]["step"] >= step:
-            lines.pop()
-        lines.append(line)
-    return lines
 
 
 def read_run_record(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

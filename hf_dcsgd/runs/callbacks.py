@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.runs.trace import append_to_trace
 
 logger = logging.getLogger(__name__)
-
-TRACE_FILENAME = "privacy_trace.jsonl"
 
 
 class RunStart(TrainerCallback):
@@ -44,11 +42,12 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
     def __init__(self) -> None:
         self.mechanism: DPMechanism | None = None
-        self.trace_path: Path | None = None
+        self.traced_dir: Path | None = None
 
-    def attach(self, mechanism: DPMechanism, trace_path: Path | None) -> None:
+    def attach(self, mechanism: DPMechanism, traced_dir: Path | None) -> None:
+        """Watch a run; where `traced_dir` is given, its trace is written there."""
         self.mechanism = mechanism
-        self.trace_path = trace_path
+        self.traced_dir = traced_dir
 
     def state(self) -> dict[str, Any]:
         if self.mechanism is None:
@@ -60,10 +59,8 @@ class PrivacyCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         assert self.mechanism is not None
-        if self.trace_path is not None:
-            line = {"step": state.global_step, **self.mechanism.threshold.released_values()}
-            with self.trace_path.open("a", encoding="utf-8") as trace:
-                trace.write(json.dumps(line) + "\n")
+        if self.traced_dir is not None:
+            append_to_trace(self.traced_dir, state.global_step, self.mechanism.threshold.released_values())
         if self.mechanism.exhausted and state.global_step < state.max_steps:
             logger.warning(
                 "the privacy budget is spent after %d charged steps, at step %d of %d (steps lost in a crash stay "
@@ -83,3 +80,19 @@ def saved_privacy_state(state: TrainerState) -> dict[str, Any] | None:
     if isinstance(entry, list):
         entry = entry[0] if entry else None
     return None if entry is None else entry.get("attributes", {}).get("saved")
+
+
+def released_logs(logs: dict[str, float], mechanism: DPMechanism | None, log_train_loss: str) -> dict[str, float]:
+    """Add what the step released; take out the private training loss, unless it was paid or opted for."""
+    if mechanism is not None and "loss" in logs:
+        values = mechanism.threshold.released_values()
+        logs |= {name: value for name, value in values.items() if isinstance(value, float)}
+        # An upper bound that does not hold up the loop: PLD's fine grid takes seconds.
+        logs["epsilon"] = mechanism.plan.epsilon(mechanism.charged, grid_scale=10)
+    for name in ("loss", "train_loss"):
+        if name in logs and log_train_loss != "raw":
+            value = logs.pop(name)
+            if log_train_loss == "private":
+                logs[f"noisy_{name}"] = value
+    logs.pop("total_flos", None)
+    return logs

@@ -11,7 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger, plan_differences
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.runs.callbacks import TRACE_FILENAME
+from hf_dcsgd.runs.trace import TRACE_FILENAME
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,13 @@ def last_complete_checkpoint(output_dir: str | Path) -> str:
             return str(by_step[step])
         logger.warning("%s was not written to its end and is passed over", by_step[step])
     raise ValueError(f"expected a complete checkpoint in {output_dir} to resume from, found none")
+
+
+def checkpoint_to_resume(wanted: str | Path | bool | None, output_dir: str | Path) -> str | None:
+    """Return the checkpoint to resume from: the one that is named, or the newest for True; never an incomplete one."""
+    if wanted is True:
+        return last_complete_checkpoint(output_dir)
+    return require_complete(wanted) if wanted else None
 
 
 def require_complete(checkpoint: str | Path) -> str:

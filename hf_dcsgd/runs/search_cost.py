@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import HPSearchBackend
 
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.runs.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 COST_FILENAME = "hyperparameter_search_cost.json"
 
@@ -87,3 +93,36 @@ def search_cost(trials: Sequence[tuple[str, DPMechanism]], earlier: SearchCost |
         trials=tuple(charged),
         opt_outs=tuple(dict.fromkeys(voided)),
     )
+
+
+class HyperparameterSearch:
+    """Adds up the trials of one search when its block ends, also by an error; `cost` is then the total so far.
+
+    Args:
+        output_dir: Where the total is written, and where that of earlier searches is read.
+        earlier: What searches of the same trainer have cost before this one.
+        backend: As for `Trainer.hyperparameter_search`.
+        writes: Whether this process writes the total.
+    """
+
+    def __init__(self, output_dir: str, earlier: SearchCost | None, backend: Any, *, writes: bool) -> None:
+        if backend is not None and HPSearchBackend(backend) is HPSearchBackend.RAY:
+            raise ValueError(f"backend={backend} runs trials in other processes, whose cost is lost; use optuna")
+        self.cost = earlier
+        self._output_dir = output_dir
+        self._writes = writes
+        self._trials: list[tuple[str, DPMechanism]] = []
+
+    def add(self, run_dir: str | Path, mechanism: DPMechanism) -> None:
+        """Note a trial when it starts."""
+        self._trials.append((str(run_dir), mechanism))
+
+    def __enter__(self) -> HyperparameterSearch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._trials:
+            self.cost = search_cost(self._trials, self.cost or SearchCost.read(self._output_dir))
+            logger.warning(self.cost.describe())
+            if self._writes:
+                self.cost.write(self._output_dir)

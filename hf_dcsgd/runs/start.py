@@ -1,4 +1,4 @@
-"""The start of a run: what a checkpoint must say to be continued, and the mechanism, with its ledger opened.
+"""The start of a run: what processes and checkpoint agree on, the checks, the mechanism with its ledger opened.
 
 `saved` is what `callbacks.saved_privacy_state` found in the checkpoint that is resumed from, None for a new run.
 """
@@ -9,30 +9,70 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from torch import nn
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_dcsgd.checks.preflight import check_before_training
+from hf_dcsgd.data.rows import Collator, RowCollator, fetch_row
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.callbacks import saved_privacy_state
 from hf_dcsgd.runs.checkpoints import require_same_plan, require_traced_charges
-from hf_dcsgd.runs.processes import on_main_process
+from hf_dcsgd.runs.processes import on_main_process, public_settings, require_agreement
+from hf_dcsgd.runs.spending import earlier_statement
+from hf_dcsgd.runs.trace import TRACE_FILENAME
+from hf_dcsgd.step import PrivateStep
 
 Saved = dict[str, Any]
 
 
-def public_checkpoint_numbers(global_step: int, saved: Saved | None) -> dict[str, Any]:
-    """What all processes must have read alike. Not the ledger's head: with disks of their own, only one has it."""
+def agree_on_run(plan: PrivacyPlan, args: TrainingArguments, model: nn.Module, checkpoint: str | None) -> None:
+    """Settle what all ranks must have in common, before the model is wrapped: plan, arguments and checkpoint.
+
+    A rank that fails alone would leave the others waiting in whatever collective call comes next.
+    """
+    global_step, saved = (0, None) if checkpoint is None else read_saved_state(checkpoint)
+    # Not the ledger's head: with disks of their own, only one process has it.
     state = (saved or {}).get("mechanism", {})
-    return {"global_step": global_step, **{name: state.get(name) for name in ("charged", "threshold")}}
+    numbers = {"global_step": global_step, **{name: state.get(name) for name in ("charged", "threshold")}}
+    require_agreement(public_settings(plan, args, model) | {"checkpoint": numbers})
+    if checkpoint is not None:
+        if saved is None:
+            raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
+        require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
 
 
-def require_continuation(saved: Saved | None, plan: PrivacyPlan, checkpoint: str) -> None:
-    """The checkpoint is ours, and of this plan."""
-    if saved is None:
-        raise ValueError(f"{checkpoint} was not written by DCSGDTrainer: its cost is unknown")
-    require_same_plan(PrivacyPlan.from_dict(saved["plan"]), plan)
+def start_run(
+    step: PrivateStep,
+    plan: PrivacyPlan,
+    rows: Any,
+    collate: Collator,
+    run_dir: Path,
+    *,
+    checkpoint: str | None = None,
+    earlier_spending: str = "count",
+    keep_tokens: tuple[int, ...] = (),
+    is_main_process: bool = True,
+) -> dict[str, Any] | None:
+    """Check model and data, open the ledger and give the step its mechanism; return what was spent earlier, if it was.
+
+    `keep_tokens` are special tokens, which synthetic rows have where the first of `rows` has them.
+    """
+    step.train()
+    with step.randomness():
+        row = RowCollator(collate).alone(fetch_row(rows, 0))
+    with step.forward_context():
+        check_before_training(step, row, keep_tokens)
+    saved = None if checkpoint is None else read_saved_state(checkpoint)[1]
+    earlier = earlier_statement(step.model, earlier_spending) if saved is None else None
+    step.mechanism = start_mechanism(
+        plan, run_dir, saved, is_main_process=is_main_process, device=step.device, earlier=earlier
+    )
+    if is_main_process and saved is None:
+        (run_dir / TRACE_FILENAME).unlink(missing_ok=True)
+    return earlier
 
 
 def read_saved_state(checkpoint: str) -> tuple[int, Saved | None]:

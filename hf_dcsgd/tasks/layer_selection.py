@@ -80,6 +80,17 @@ def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = 
     return result
 
 
+def prepare_layers(model: nn.Module, expression: str | None, *, autocast: bool = False) -> str:
+    """Select the layers to train, by default those for the model, in the precision they need; return what was chosen.
+
+    `autocast` is as for `hold_in_fp32`.
+    """
+    chosen = expression or default_layers(model)
+    select_trainable_layers(model, chosen)
+    hold_in_fp32(model, autocast=autocast)
+    return chosen
+
+
 def default_layers(model: nn.Module) -> str:
     """Return the expression for a model where the user gave none: as it is for adapters and plain modules."""
     has_adapters = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)

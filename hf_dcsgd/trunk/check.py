@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hf_dcsgd.data.rows import stack
+from hf_dcsgd.privacy.randomness import private_randomness
+from hf_dcsgd.tasks.layer_selection import train_mode
 from hf_dcsgd.trunk.build import TrunkCache, default_cache_dir
-from hf_dcsgd.trunk.cut import TRUNK_ENTRY, TrunkCacheError
+from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk, TrunkCacheError
 
 if TYPE_CHECKING:
     from hf_dcsgd.step import PrivateStep
 
+logger = logging.getLogger(__name__)
+
 # How far losses and norms may differ, by the precision in which hidden states are kept.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+def filled_cache(
+    open_cache: Callable[[], TrunkCache],
+    make_step: Callable[[FrozenTrunk], PrivateStep],
+    *,
+    device: torch.device,
+    required: bool,
+    **options: Any,
+) -> TrunkCache | None:
+    """Open a cache, try it and fill it; None, with a warning, where that cannot be done and is not `required`.
+
+    `options` are those of `fill_and_check`.
+    """
+    try:
+        with private_randomness(device):
+            cache = open_cache()
+            train_mode(cache.trunk.model)  # a step looks at it
+            fill_and_check(cache, make_step(cache.trunk), **options)
+    except TrunkCacheError as error:
+        if required:
+            error.add_note('trunk_cache="auto" trains such a model without a cache.')
+            raise
+        logger.warning("training goes on without a trunk cache: %s", error)
+        return None
+    return cache
 
 
 def fill_and_check(
