@@ -30,6 +30,11 @@ def working_dtype(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
+def without_autocast(value: Tensor) -> torch.autocast:
+    """Suspends autocast around a computation on this tensor's device: it would take products in half precision."""
+    return torch.autocast(value.device.type, enabled=False)
+
+
 Identity: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -42,6 +47,10 @@ class LastResult:
     """Remembers what was made of the last tensor: query, key and value layers, one by one, share their input."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of the last tensor, which may be larger than all that is still needed of it."""
         self._tensor: Tensor | None = None
         self._result: Tensor | None = None
 
@@ -69,9 +78,11 @@ class ClipFactors:
 class Outer:
     left: Tensor
     right: Tensor
+    # Σ_t ‖left_t‖·‖right_t‖ of every example, once `norms.trimmed` has taken it.
+    bound: Tensor | None = None
 
     def select(self, keep: Tensor | slice) -> Outer:
-        return Outer(self.left[keep], self.right[keep])
+        return Outer(self.left[keep], self.right[keep], None if self.bound is None else self.bound[keep])
 
     def add_weighted_sum(self, factors: ClipFactors, out: Tensor) -> None:
         left, right = self.left, self.right
@@ -92,9 +103,10 @@ class Outer:
 class OneHotRows:
     index: Tensor
     right: Tensor
+    bound: Tensor | None = None
 
     def select(self, keep: Tensor | slice) -> OneHotRows:
-        return OneHotRows(self.index[keep], self.right[keep])
+        return OneHotRows(self.index[keep], self.right[keep], None if self.bound is None else self.bound[keep])
 
     def add_weighted_sum(self, factors: ClipFactors, out: Tensor) -> None:
         out.index_add_(0, self.index.flatten(), factors.weigh(self.right, out.dtype).to(out.dtype).flatten(0, 1))

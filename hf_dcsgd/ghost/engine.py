@@ -15,7 +15,7 @@ neither read nor written.
 | loss that mixes examples, BatchNorm        | refused (`verification.py`, `refusals.py`)                          |
 
 How: a forward hook on each module that owns trainable parameters keeps its input and the gradient edge of its output;
-`torch.autograd.grad(losses.sum(), edges)` gives the output gradients. Frozen modules are neither hooked nor
+one backward pass hands over the output gradients as it reaches them. Frozen modules are neither hooked nor
 differentiated, no gradient of a parameter is computed by autograd. The first batch is checked against autograd, so a
 use of a parameter that the hooks did not see is found, not lost.
 """
@@ -29,12 +29,12 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense
+from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, LastResult, without_autocast
 from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
-from hf_dcsgd.ghost.norms import take_norms
+from hf_dcsgd.ghost.norms import take_norms, trimmed
 from hf_dcsgd.ghost.quarantine import quarantined_grad
-from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, output_grads
+from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, hand_over_grads, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
 from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
 from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
@@ -125,7 +125,8 @@ class GhostClipper:
             squared = torch.zeros(losses.shape[0], device=losses.device)
             self._contributions = {}
             if contributions:
-                fast, self._contributions = take_norms(contributions, self._shapes)
+                with without_autocast(losses):
+                    fast, self._contributions = take_norms(contributions, self._shapes)
                 squared += fast.float()
             if self.slow_parameters:
                 squared += self._slow_squared_norms(losses)
@@ -165,17 +166,22 @@ class GhostClipper:
         # The slow path needs the graph, and a fallback may end there.
         layouts = [self._rule_layout(call, n) for call in calls]
         keep_graph = verify or bool(self.slow_parameters) or None in layouts
-        grads = output_grads(losses.sum(), calls, keep_graph)
         contributions: dict[str, list[Contribution]] = {}
-        for call, call_grads, layout in zip(calls, grads, layouts, strict=True):
-            for name, contribution in self._contributions_of(call, call_grads, layout, n):
-                contributions.setdefault(name, []).append(contribution)
+        lengths = LastResult()
+
+        def collect(k: int, grads: list[Tensor | None]) -> None:
+            for name, contribution in self._contributions_of(calls[k], grads, layouts[k], n):
+                contributions.setdefault(name, []).append(trimmed(contribution, lengths))
+            if not keep_graph:
+                calls[k].release()
+
+        hand_over_grads(losses.sum(), calls, keep_graph, collect)
         contributions = {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
         if verify:
             fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
             unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
             if unexplained:
-                self._complain_of_wrong_rules(calls, grads, layouts, set(unexplained), n)
+                self._complain_of_wrong_rules(losses, layouts, set(unexplained))
                 self.slow_parameters.update(unexplained)
             if unexplained is not None and decided:
                 self._verified |= {key, (*key[:2], False)}
@@ -235,14 +241,9 @@ class GhostClipper:
         assert grad_by_example is not None
         return apply_rule(call.owner, inputs, grad_by_example)
 
-    def _complain_of_wrong_rules(
-        self,
-        calls: list[Call],
-        grads: list[list[Tensor | None]],
-        layouts: list[Layout | None],
-        unexplained: set[str],
-        n: int,
-    ) -> None:
+    def _complain_of_wrong_rules(self, losses: Tensor, layouts: list[Layout | None], unexplained: set[str]) -> None:
+        n, calls = losses.shape[0], self._recorder.calls
+        grads = output_grads(losses.sum(), calls, keep_graph=True)
         for call, call_grads, layout in zip(calls, grads, layouts, strict=True):
             if layout is None or call_grads[0] is None or unexplained.isdisjoint(call.owner.parameters.values()):
                 continue
@@ -308,9 +309,10 @@ class GhostClipper:
         # Multiplying a NaN by a factor of zero would leave a NaN: such examples are taken out, not weighted down.
         index = keep.nonzero().flatten() if broken else None
         factors = ClipFactors(clip_factors if index is None else clip_factors[index])
-        for name, parts in self._contributions.items():
-            for part in parts:
-                (part if index is None else part.select(index)).add_weighted_sum(factors, sums[name])
+        with without_autocast(into):
+            for name, parts in self._contributions.items():
+                for part in parts:
+                    (part if index is None else part.select(index)).add_weighted_sum(factors, sums[name])
         if self._losses is not None:
             self._accumulate_slow(self._losses, clip_factors, keep, sums)
         self._forget()

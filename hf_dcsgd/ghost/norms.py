@@ -6,8 +6,8 @@
 | Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | T·(p + d) ≤ p·d                                               |
 | written | the gradient itself, p×d numbers         | beyond; kept for the sum where it is smaller than a factor    |
 
-Positions at which no example has a gradient are left out first. Both sides of the border between Gram and written form
-run at the speed of matrix products, so that counting multiplications is as good as measuring.
+Positions at which no example has a gradient are left out first (`trimmed`). Both sides of the border between Gram and
+written form run at the speed of matrix products, so that counting multiplications is as good as measuring.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from hf_dcsgd.ghost.contributions import (
     Contribution,
     Dense,
     Factored,
-    Identity,
     LastResult,
     OneHotRows,
     Outer,
-    identity,
     working_dtype,
     working_precision,
 )
@@ -48,12 +46,11 @@ def take_norms(
 ) -> tuple[Tensor, dict[str, Parts]]:
     """Returns the squared norm of every example over all these parameters, and contributions that have the same sums.
 
-    Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`. The host waits for the device twice,
-    however many parameters there are.
+    Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`.
     """
-    lengths: dict[Identity, Tensor] = {}
-    bounds = {name: _bound(parts, lengths) for name, parts in contributions.items()}
-    remaining = _without_idle_positions(contributions, lengths)
+    lengths = LastResult()
+    remaining = {name: [trimmed(part, lengths) for part in parts] for name, parts in contributions.items()}
+    bounds = {name: _bound(parts) for name, parts in remaining.items()}
     squared: dict[str, Tensor] = {}
     by_gram: dict[str, list[Factored]] = {}
     vectors: list[Tensor] = []
@@ -89,44 +86,39 @@ def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> T
     return take_norms({"": contributions}, {"": shape})[0]
 
 
-def _row_lengths(value: Tensor, known: dict[Identity, Tensor]) -> Tensor:
-    """Returns the lengths of all rows of (n, T, d); layers that share their input share these."""
-    key = identity(value)
-    if key not in known:
-        known[key] = torch.linalg.vector_norm(value, dim=2, dtype=working_dtype(value))
-    return known[key]
+def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
+    """Notes the bound of a contribution, then leaves out positions at which no example has a gradient, if many.
+
+    What is left out need not be held: behind a pooler that reads one token, that is all but one position. Bounds are
+    taken of all positions, so that an example whose input is not finite at one of them is not finite still, whatever
+    its neighbors are. `lengths` is shared by calls in a row, which may share their input.
+    """
+    if isinstance(part, Dense) or part.bound is not None:
+        return part
+    rights = lengths.of(part.right, _row_lengths)
+    if isinstance(part, OneHotRows):
+        return OneHotRows(part.index, part.right, rights.sum(1))
+    lefts = _row_lengths(part.left)
+    left, right, bound = part.left, part.right, (lefts * rights).sum(1)
+    if part.positions > 1:
+        busy = ((lefts != 0) & (rights != 0)).any(0).nonzero().flatten()
+        if 2 * len(busy) <= part.positions:
+            left, right = left[:, busy], right[:, busy]
+            lengths.forget()
+    return Outer(left, right, bound)
 
 
-def _bound(parts: Sequence[Contribution], lengths: dict[Identity, Tensor]) -> Tensor | None:
+def _row_lengths(value: Tensor) -> Tensor:
+    """Returns the lengths of all rows of (n, T, d)."""
+    return torch.linalg.vector_norm(value, dim=2, dtype=working_dtype(value))
+
+
+def _bound(parts: Sequence[Contribution]) -> Tensor | None:
     """Returns (Σ_t ‖left_t‖·‖right_t‖)², an upper bound of each example's squared norm; None for written gradients."""
-    found = []
-    for part in parts:
-        if isinstance(part, Outer):
-            found.append((_row_lengths(part.left, lengths) * _row_lengths(part.right, lengths)).sum(1))
-        elif isinstance(part, OneHotRows):
-            found.append(_row_lengths(part.right, lengths).sum(1))
+    found = [part.bound for part in parts if not isinstance(part, Dense) and part.bound is not None]
     if not found:
         return None
     return (found[0] if len(found) == 1 else torch.stack(found).sum(0)).square()
-
-
-def _without_idle_positions(
-    contributions: Mapping[str, Sequence[Contribution]], lengths: dict[Identity, Tensor]
-) -> dict[str, Parts]:
-    """Leaves out positions at which no example has a gradient, where those are many.
-
-    Bounds are taken of all positions, so that an example whose input is not finite at one of them is not finite still,
-    whatever its neighbors are.
-    """
-    outers = [p for parts in contributions.values() for p in parts if isinstance(p, Outer) and p.positions > 1]
-    busy = {id(outer): (_row_lengths(outer.left, lengths) != 0).any(0) for outer in outers}
-    counts = torch.stack([mask.sum() for mask in busy.values()]).tolist() if busy else []
-    shorter = {}
-    for outer, count in zip(outers, counts, strict=True):
-        if 2 * count <= outer.positions:
-            index = busy[id(outer)].nonzero().flatten()
-            shorter[id(outer)] = Outer(outer.left[:, index], outer.right[:, index])
-    return {name: [shorter.get(id(part), part) for part in parts] for name, parts in contributions.items()}
 
 
 # -- forms -----------------------------------------------------------------------------------------------------------

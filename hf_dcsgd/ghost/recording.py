@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,6 +54,10 @@ class Call:
 
     def slot(self, output: int = 0) -> Slot:
         return (self.owner.name, self.occurrence, output)
+
+    def release(self) -> None:
+        """Lets go of the arguments."""
+        self.arguments = ((), {})
 
     def check_unchanged(self) -> None:
         if _version(self.input) != self._input_version:
@@ -188,6 +193,57 @@ def output_grads(
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
     remaining = iter(found)
     return [[None if edge is None else next(remaining) for edge in call.edges] for call in calls]
+
+
+def hand_over_grads(
+    loss: Tensor, calls: list[Call], keep_graph: bool, arrived: Callable[[int, list[Tensor | None]], None]
+) -> None:
+    """Calls `arrived(k, gradients at the outputs of calls[k])` for every call, in one backward pass.
+
+    Calls with one output are handed over as the pass reaches them, so that nothing of them need be held here; those
+    at its ends, and those with several outputs, after it.
+    """
+    nodes = {edge.node for call in calls for edge in call.edges if edge is not None}
+    inner, handles, later = _inner_nodes(loss, nodes), [], []
+    for k, call in enumerate(calls):
+        edge = call.edges[0] if len(call.edges) == 1 else None
+        if edge is not None and edge.node in inner:
+            handles.append(edge.node.register_prehook(_handing_over(arrived, k, edge.output_nr)))
+        else:
+            later.append(k)
+    try:
+        grads = output_grads(loss, [calls[k] for k in later], keep_graph)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for k in later:
+        arrived(k, grads.pop(0))
+
+
+def _handing_over(arrived: Callable[[int, list[Tensor | None]], None], k: int, output: int) -> Any:
+    def hand_over(grads: tuple[Tensor | None, ...]) -> None:
+        arrived(k, [grads[output]])
+
+    return hand_over
+
+
+def _inner_nodes(loss: Tensor, nodes: set[Any]) -> set[Any]:
+    """Finds those nodes of the graph that the backward pass goes through on its way to another one of them."""
+    inner = set()
+    leads_to_one: dict[Any, bool] = {}
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack[-1]
+        behind = [found for found, _ in node.next_functions if found is not None] if node is not None else []
+        unknown = [found for found in behind if found not in leads_to_one]
+        if unknown:
+            stack += unknown
+            continue
+        goes_on = any(leads_to_one[found] for found in behind)
+        if goes_on and node in nodes:
+            inner.add(node)
+        leads_to_one[stack.pop()] = goes_on or node in nodes
+    return inner
 
 
 def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

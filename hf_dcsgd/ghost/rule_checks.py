@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, OneHotRows
+from hf_dcsgd.ghost.contributions import Contribution, Dense, OneHotRows, without_autocast
 from hf_dcsgd.ghost.fallback import is_random, tensor_leaves
 from hf_dcsgd.ghost.layout import Layout
 from hf_dcsgd.ghost.recording import Call, Owner
@@ -24,7 +24,7 @@ def apply_rule(owner: Owner, inputs: Tensor, output_grad: Tensor) -> dict[str, C
     """Calls the owner's rule; `UnsupportedModelError` where what it returns cannot be a gradient per example."""
     assert owner.rule is not None
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(output_grad):
             found = owner.rule(owner.module, inputs, output_grad)
     except Exception as error:
         error.add_note(f"(raised in {_rule_of(owner)})")
