@@ -9,6 +9,7 @@ neither read nor written.
 |--------------------------------------------|---------------------------------------------------------------------|
 | example with NaN or infinite gradient      | its norm is non-finite, and it adds exactly nothing to the sum      |
 | batch of size zero                         | norms of shape (0,), and the buffer stays as it is                 |
+| example of several rows (`over(units)`)    | its rows are joined before the norm is taken (`units.py`)           |
 | parameter used several times, tied weights | uses are added before the norm is taken: cross terms are exact      |
 | module without a rule                      | that module alone is run again per example (`fallback.py`)          |
 | parameter that no module call explains     | one backward per example for that parameter: slow and exact         |
@@ -37,6 +38,7 @@ from hf_dcsgd.ghost.quarantine import quarantined_grad
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, hand_over_grads, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
 from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
+from hf_dcsgd.ghost.units import Units
 from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
 
 logger = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class GhostClipper:
         self._batch_leaves: dict[Slot, list[bool]] = {}
         # Sequences of module calls (and the mode they ran in) already compared with autograd; with two examples or
         # more, coupling is seen too.
-        self._verified: set[tuple[tuple[str, ...], bool, bool]] = set()
+        self._verified: set[tuple[tuple[str, ...], bool, bool, bool]] = set()
         self._forget()
 
     def rules(self) -> dict[str, str]:
@@ -86,6 +88,11 @@ class GhostClipper:
     def reset_verification(self) -> None:
         """Has the next batch compared with autograd, whatever was compared before."""
         self._verified.clear()
+
+    def over(self, units: Units | None) -> GhostClipper:
+        """Takes `units` for the examples of the next forward, `with clipper.over(units):`; rows where it is None."""
+        self._recorder.units = units
+        return self
 
     def __enter__(self) -> GhostClipper:
         # The model's tree is walked until it is verified; from then on, what was found there is looked at.
@@ -151,27 +158,30 @@ class GhostClipper:
             raise RuntimeError("no trainable module was called inside `with clipper:`; run the model's forward there")
         if not losses.requires_grad:
             raise ValueError("the losses do not depend on any trainable parameter (was the forward run in no_grad?)")
-        batch_size = self._recorder.batch_size
-        if batch_size is not None and batch_size != losses.shape[0]:
-            raise ValueError(
-                f"expected one loss per example, got {losses.shape[0]} losses for a batch of {batch_size}"
-            )
+        batch_size, units = self._recorder.batch_size, self._recorder.units
+        if units is not None and batch_size not in (None, units.rows, units.count):
+            raise ValueError(f"expected units of {batch_size} rows, as the model's input has, got {units.rows}")
+        examples = batch_size if units is None else units.count
+        if examples is not None and examples != losses.shape[0]:
+            raise ValueError(f"expected one loss per example, got {losses.shape[0]} losses for a batch of {examples}")
 
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
         """Runs the one backward pass and collects what each call adds to each parameter; checked the first time."""
-        n, calls = losses.shape[0], self._recorder.calls
-        key = (tuple(call.owner.name for call in calls), self.model.training, n > 1)
+        n, calls, units = losses.shape[0], self._recorder.calls, self._recorder.units
+        key = (tuple(call.owner.name for call in calls), self.model.training, units is not None, n > 1)
         verify = key not in self._verified
         decided = self._learn_layouts(losses) if verify and n > 1 else True
         # The slow path needs the graph, and a fallback may end there.
-        layouts = [self._rule_layout(call, n) for call in calls]
+        batches = [self._recorder.batch_of(call, n) for call in calls]
+        layouts = [self._rule_layout(call, batch) for call, batch in zip(calls, batches, strict=True)]
         keep_graph = verify or bool(self.slow_parameters) or None in layouts
         contributions: dict[str, list[Contribution]] = {}
-        lengths = LastResult()
+        lengths, inputs = LastResult(), LastResult()
 
         def collect(k: int, grads: list[Tensor | None]) -> None:
-            for name, contribution in self._contributions_of(calls[k], grads, layouts[k], n):
-                contributions.setdefault(name, []).append(trimmed(contribution, lengths))
+            for name, contribution in self._contributions_of(calls[k], grads, layouts[k], batches[k]):
+                part = trimmed(contribution, lengths)
+                contributions.setdefault(name, []).append(part if units is None else units.joined(part, inputs))
             if not keep_graph:
                 calls[k].release()
 
@@ -184,14 +194,14 @@ class GhostClipper:
                 self._complain_of_wrong_rules(losses, layouts, set(unexplained))
                 self.slow_parameters.update(unexplained)
             if unexplained is not None and decided:
-                self._verified |= {key, (*key[:2], False)}
+                self._verified |= {key, (*key[:3], False)}
         self._recorder.forget_calls()  # frees what is needed no more
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
 
     def _learn_layouts(self, losses: Tensor) -> bool:
         """Finds where the batch is in all outputs, refuses mixed examples; False where the next batch must tell."""
         recorder = self._recorder
-        found = find_layouts(losses, recorder.calls, recorder.positions, recorder.shapes_without_last_example)
+        found = find_layouts(losses, recorder)
         self._layouts.update(found.known)
         for call in recorder.calls:
             if any(call.slot(k) in found.batchless for k in range(len(call.edges))):
@@ -231,7 +241,9 @@ class GhostClipper:
         known = self._layouts.get(call.slot(output))
         if known is not None:
             return known if known in fitting else None
-        return fitting[0] if fitting and (n == 1 or len(fitting) == 1) else None
+        units = self._recorder.units
+        is_alone = n == 1 if units is None else units.count == 1
+        return fitting[0] if fitting and (is_alone or len(fitting) == 1) else None
 
     def _by_rule(self, call: Call, grad: Tensor, layout: Layout | None, n: int) -> dict[str, Contribution] | None:
         if layout is None:
@@ -242,9 +254,10 @@ class GhostClipper:
         return apply_rule(call.owner, inputs, grad_by_example)
 
     def _complain_of_wrong_rules(self, losses: Tensor, layouts: list[Layout | None], unexplained: set[str]) -> None:
-        n, calls = losses.shape[0], self._recorder.calls
+        calls = self._recorder.calls
         grads = output_grads(losses.sum(), calls, keep_graph=True)
         for call, call_grads, layout in zip(calls, grads, layouts, strict=True):
+            n = self._recorder.batch_of(call, len(losses))
             if layout is None or call_grads[0] is None or unexplained.isdisjoint(call.owner.parameters.values()):
                 continue
             found = self._by_rule(call, call_grads[0], layout, n)

@@ -31,10 +31,10 @@ class Layout(Enum):
         """Returns the axis of the batch, or of the rows that it is part of."""
         return 1 if self is Layout.BATCH_SECOND else 0
 
-    def holds_only(self, grad: Tensor, n: int, k: int) -> bool:
-        """Tells whether a gradient is zero outside of example k's slice."""
-        slices = self.batch_first(grad, n)
-        return slices is not None and not (slices[:k].any() or slices[k + 1 :].any())
+    def is_zero_at(self, grad: Tensor, others: Tensor) -> bool:
+        """Tells whether a gradient is zero in these slices, which `others` marks among all of them."""
+        slices = self.batch_first(grad, len(others))
+        return slices is not None and not slices[others].any()
 
 
 def fitting_layouts(shape: torch.Size, n: int, positions: int) -> list[Layout]:

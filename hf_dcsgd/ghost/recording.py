@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_dcsgd.ghost.fallback import tensor_leaves
 from hf_dcsgd.ghost.quarantine import shield_recurrent
 from hf_dcsgd.ghost.registry import Rule, needs_input, rule_for
+from hf_dcsgd.ghost.units import Units
 
 Slot: TypeAlias = tuple[str, int, int]  # owner's name, which of its calls in one forward, which of its outputs
 
@@ -89,9 +90,11 @@ class ForwardRecorder:
     """Hooks the forward of all owners, from `install` to `remove`; what the hooks see is in `calls`.
 
     Calls outside of `recording` are ignored: gradient checkpointing runs the forward again during the backward.
+    `units` says which rows are one example; None where each is one.
     """
 
-    def __init__(self, model: nn.Module, owners: list[Owner]) -> None:
+    def __init__(self, model: nn.Module, owners: list[Owner], units: Units | None = None) -> None:
+        self.units = units
         self._model = model
         self._owners = owners
         self._handles: list[RemovableHandle] = []
@@ -130,7 +133,18 @@ class ForwardRecorder:
             handle.remove()
         self._handles.clear()
         self.recording = False
+        self.units = None
         self.forget()
+
+    def batch_of(self, call: Call, examples: int) -> int:
+        """Returns the size of the batch that a call saw: one entry per example, or per row of all examples."""
+        return examples if self.units is None else self.units.batch_of(call.output_shapes, self.positions)
+
+    def others(self, call: Call, example: int, losses: Tensor) -> Tensor:
+        """Marks what is not this example's in the batch that a call saw."""
+        if self.units is None:
+            return torch.arange(len(losses), device=losses.device) != example
+        return self.units.others(example, self.batch_of(call, len(losses)))
 
     def _note_batch_size(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (self.recording and torch.is_grad_enabled()):
@@ -139,15 +153,18 @@ class ForwardRecorder:
         for leaf in tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, Tensor) and leaf.dim() > 0:
                 self.batch_size = leaf.shape[0]
-                self.positions = leaf.shape[1] if leaf.dim() > 1 else 1
                 # Tokens of shape (n, choices, T) become n·choices rows inside, and look-ups are to match those.
+                has_rows_apart = self.units is not None and leaf.shape[0] != self.units.rows
+                sizes = leaf.shape[2:] if has_rows_apart else leaf.shape[1:]
+                self.positions = sizes[0] if sizes else 1
                 self._rows_are_examples = leaf.is_floating_point() or leaf.dim() <= 2
                 return
 
     def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Gives every example its own look-up where position ids of shape (1, T) serve the whole batch."""
-        n = self.batch_size if self.recording and self._rows_are_examples else None
-        if n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
+        n = self.batch_size if self._rows_are_examples else None
+        n = n if self.units is None else self.units.rows
+        if self.recording and n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
             return (args[0].expand(n, *args[0].shape[1:]), *args[1:])
         return None
 
@@ -168,11 +185,12 @@ class ForwardRecorder:
 
         An axis that keeps its size is not the batch, even if its size happened to be the batch size.
         """
-        arguments, n = self._model_arguments, self.batch_size
-        again = ForwardRecorder(self._model, self._owners)
+        arguments, n, units = self._model_arguments, self.batch_size, self.units
+        again = ForwardRecorder(self._model, self._owners, None if units is None else units.without_last())
         if arguments is None or n is None:
             return {}
-        cut = tree_map(lambda x: x[:-1] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, arguments)
+        keep: Any = slice(-1) if units is None or n != units.rows else units.others(units.count - 1, n)
+        cut = tree_map(lambda x: x[keep] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, arguments)
         again.install()
         try:
             self._model(*cut[0], **cut[1])

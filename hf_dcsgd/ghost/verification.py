@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, Outer
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.norms import squared_norms
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
-from hf_dcsgd.ghost.recording import Call, Owner, Slot, output_grads
+from hf_dcsgd.ghost.recording import ForwardRecorder, Owner, Slot, output_grads
 from hf_dcsgd.ghost.refusals import BatchCouplingError
 
 # How far the hooks' total may lie from autograd's before the hooks are taken to have missed a use.
@@ -28,22 +28,20 @@ class FoundLayouts:
     undecided: set[Slot] = field(default_factory=set)
 
 
-def find_layouts(
-    losses: Tensor, calls: list[Call], positions: int, smaller_shapes: Callable[[], Mapping[Slot, torch.Size]]
-) -> FoundLayouts:
+def find_layouts(losses: Tensor, recorder: ForwardRecorder) -> FoundLayouts:
     """Finds where the batch is in each owner's outputs, by differentiating single examples' losses.
 
-    What example k's loss touches must be slice k of each output; a loss that touches other slices is refused. Two
+    What example k's loss touches must be the slices of k in each output; one that touches others is refused. Two
     examples are probed, because one alone cannot tell (batch, position) from (position, batch) when only one position
     matters; more where two leave a doubt. Outputs of other shapes have no batch (a table of relative positions), and
-    those that have such a shape by accident are told apart by `smaller_shapes`: the forward with one example less.
+    those that have such a shape by accident are told apart by running the forward with one example less.
     """
-    n = losses.shape[0]
+    n, calls = losses.shape[0], recorder.calls
     possible = {
         call.slot(k): fitting
         for call in calls
         for k, shape in enumerate(call.output_shapes)
-        if (fitting := fitting_layouts(shape, n, positions))
+        if (fitting := fitting_layouts(shape, recorder.batch_of(call, n), recorder.positions))
     }
     touched: set[Slot] = set()
     finite = losses.detach().isfinite().nonzero().flatten().tolist()
@@ -52,29 +50,26 @@ def find_layouts(
         if probe >= 2 and all(len(layouts) == 1 for layouts in possible.values()):
             break
         for call, grads in zip(calls, output_grads(losses[example], calls, True, quarantined_grad), strict=True):
+            others = recorder.others(call, example, losses)
             for slot, grad in ((call.slot(k), grad) for k, grad in enumerate(grads)):
                 if grad is None or slot not in possible or not grad.any():
                     continue
                 touched.add(slot)
-                holding = [layout for layout in possible[slot] if layout.holds_only(grad, n, example)]
+                holding = [layout for layout in possible[slot] if layout.is_zero_at(grad, others)]
                 if not holding:
                     refuted[slot] = (call.owner, possible.pop(slot))
                 else:
                     possible[slot] = holding
-    batchless = _batchless_or_refuse(refuted, calls, smaller_shapes) if refuted else set()
+    batchless = _batchless_or_refuse(refuted, recorder) if refuted else set()
     decided = {slot: layouts[0] for slot, layouts in possible.items() if len(layouts) == 1}
     doubtful = {slot for slot in possible if slot not in decided}
     return FoundLayouts(decided, batchless | (doubtful & touched), doubtful - touched)
 
 
-def _batchless_or_refuse(
-    refuted: Mapping[Slot, tuple[Owner, list[Layout]]],
-    calls: list[Call],
-    smaller_shapes: Callable[[], Mapping[Slot, torch.Size]],
-) -> set[Slot]:
+def _batchless_or_refuse(refuted: Mapping[Slot, tuple[Owner, list[Layout]]], recorder: ForwardRecorder) -> set[Slot]:
     """Returns the slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
-    shapes = {call.slot(k): shape for call in calls for k, shape in enumerate(call.output_shapes)}
-    smaller = smaller_shapes()
+    shapes = {call.slot(k): shape for call in recorder.calls for k, shape in enumerate(call.output_shapes)}
+    smaller = recorder.shapes_without_last_example()
     batchless = {
         slot
         for slot, (_, layouts) in refuted.items()
