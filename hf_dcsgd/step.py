@@ -12,8 +12,8 @@ for stacks in loader:                    # one Poisson draw, see `data/loading.p
 **Guarantee.** Given stacks of independent rows (`data/rows.py`) from one Poisson draw, what `release` writes into
 `param.grad` is one step of the mechanism in `privacy/mechanism.py`. Until then nothing of the private sum is in
 `param.grad`, where optimizers, callbacks and hooks look. Dropout draws from secret randomness. The forward is checked
-while it runs: it may not write into the model, and now and then one row of a stack, chosen in secret, is run again
-alone and must give the same loss and gradient norm.
+while it runs: it may not write into the model, and now and then one example of a stack, chosen in secret, is run
+again alone and must give the same loss and gradient norm.
 
 | edge case                                | behavior                                                                |
 |------------------------------------------|-------------------------------------------------------------------------|
@@ -36,17 +36,24 @@ from torch import Tensor, nn
 from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
 from hf_dcsgd.checks.random_tape import Order, RandomTape
-from hf_dcsgd.data.rows import Batch, batch_length, move_to, take_row
-from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
+from hf_dcsgd.data.rows import Batch, batch_length, move_to
+from hf_dcsgd.data.units import UNIT_ENTRY, count_examples, rows_apart, rows_of_example, take_example
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, Units, UnsupportedModelError
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.tasks.layer_selection import train_mode
-from hf_dcsgd.tasks.losses import LossFunction, checked_user_losses, per_example_losses, split_labels
+from hf_dcsgd.tasks.losses import (
+    LossFunction,
+    checked_user_losses,
+    is_multiple_choice,
+    per_example_losses,
+    split_labels,
+)
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
-_ROWS_PER_CHECK = 256
+_EXAMPLES_PER_CHECK = 256
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _HALF_PRECISION_TOLERANCE = 5e-2
 
@@ -64,14 +71,35 @@ class ExampleLosses:
         label_names: Sequence[str] | None = None,
         label_smoothing: float = 0.0,
         trunk: FrozenTrunk | None = None,
+        rows_per_example: int = 1,
     ) -> None:
         self._model = model
+        self._rows_per_example = rows_per_example
+        self._has_choices = is_multiple_choice(model)
         self._trunk = trunk
         self._loss = loss
         self._label_names = label_names
         self._label_smoothing = label_smoothing
 
+    def units(self, batch: Batch) -> Units | None:
+        """Say which rows of the forward are one example: those of a unit, its choices, its pair; None where one is."""
+        of_row, rows = batch.get(UNIT_ENTRY), self._rows_per_example
+        if self._has_choices:
+            rows = next(
+                (value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 2), 1
+            )
+        if of_row is None and rows == 1:
+            return None
+        if of_row is None:
+            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+            of_row = torch.arange(batch_length(batch), device=device)
+        return Units(of_row.repeat_interleave(rows))
+
     def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
+        losses, outputs = self._run({name: value for name, value in batch.items() if name != UNIT_ENTRY})
+        return (Units(batch[UNIT_ENTRY]).mean(losses) if UNIT_ENTRY in batch else losses), outputs
+
+    def _run(self, batch: Batch) -> tuple[Tensor, Any]:
         inputs, labels = split_labels(self._model, batch, self._label_names)
         hidden_states = inputs.pop(TRUNK_ENTRY, None)
         if hidden_states is None:
@@ -98,6 +126,12 @@ class ExampleLosses:
         return self._trunk
 
     def _forward(self, inputs: Batch) -> Any:
+        if self._rows_per_example > 1:
+            flat, unflatten = rows_apart(inputs, self._rows_per_example)
+            return unflatten(self._model_outputs(flat))
+        return self._model_outputs(inputs)
+
+    def _model_outputs(self, inputs: Batch) -> Any:
         try:
             return self._model(**inputs)
         except (BatchCouplingError, UnsupportedModelError):
@@ -128,6 +162,8 @@ class PrivateStep:
         forward_context: Makes a context around each forward, such as autocast.
         reproducible_from: A seed for dropout, for debugging; voids the guarantee.
         trunk: The frozen blocks, for rows that carry their hidden states (`trunk/build.py`).
+        rows_per_example: How many rows k an example has: inputs (n, k, …) run as n·k rows, and `loss` sees outputs of
+            shape (n, k, …).
         spot_checks: Whether rows are run again alone now and then; off only for audits, which measure coupling.
     """
 
@@ -143,6 +179,7 @@ class PrivateStep:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reproducible_from: int | None = None,
         trunk: FrozenTrunk | None = None,
+        rows_per_example: int = 1,
         spot_checks: bool = True,
     ) -> None:
         self.model = model
@@ -150,7 +187,7 @@ class PrivateStep:
         self.clipper = GhostClipper(model)
         self.draw_order = Order.ROW_MAJOR
         self.forward_context = forward_context
-        self._losses = ExampleLosses(model, loss, label_names, label_smoothing, trunk)
+        self._losses = ExampleLosses(model, loss, label_names, label_smoothing, trunk, rows_per_example)
         self.device = torch.device(device)
         self._reproducible_from = reproducible_from
         self._random_blocks = 0
@@ -164,26 +201,29 @@ class PrivateStep:
         """Run the forward and return one loss per example."""
         return self._losses(batch)[0]
 
+    def units(self, batch: Batch) -> Units | None:
+        """Say which rows of the forward are one example, for `clipper.over`; None where each is one."""
+        return self._losses.units(batch)
+
     # -- the logical batch -------------------------------------------------------------------------------------------
 
     def accumulate(self, stack: Batch) -> Tensor:
         """Clip each example of a stack and add it to the running sum; return the (private) sum of their losses."""
         mechanism = self._require_mechanism()
-        rows = batch_length(stack)
-        if rows == 0:
+        if batch_length(stack) == 0:
             return torch.zeros((), device=self.device)
         try:
-            return self._accumulate(mechanism, self.on_device(stack), rows)
+            return self._accumulate(mechanism, self.on_device(stack))
         except (BatchCouplingError, UnsupportedModelError):
             # That it failed depends on the examples that were drawn.
             mechanism.abandon()
             self.discard()
             raise
 
-    def _accumulate(self, mechanism: DPMechanism, stack: Batch, rows: int) -> Tensor:
-        tape = RandomTape(rows, self.draw_order) if self._is_checked(rows) else None
+    def _accumulate(self, mechanism: DPMechanism, stack: Batch) -> Tensor:
+        tape = RandomTape(batch_length(stack), self.draw_order) if self._is_checked(count_examples(stack)) else None
         with self.randomness(), self.forward_context():
-            with self.clipper:
+            with self.clipper.over(self.units(stack)):
                 with self._writes.refused(), tape.record() if tape else nullcontext():
                     losses = self.losses(stack)
                 norms = self.clipper.norms(losses)
@@ -192,7 +232,7 @@ class PrivateStep:
                     self._clipped_sum = self.clipper.zeros()
                 self.clipper.accumulate(mechanism.clip_factors(norms, losses.detach()), self._clipped_sum)
             if tape is not None:
-                self._check_one_row(stack, tape, losses.detach(), norms)
+                self._check_one_example(stack, tape, losses.detach(), norms)
         return losses.detach().sum()
 
     def release(self) -> NoisyRelease:
@@ -220,24 +260,25 @@ class PrivateStep:
 
     # -- the spot check ----------------------------------------------------------------------------------------------
 
-    def _is_checked(self, rows: int) -> bool:
-        """Decide in secret; the first stack of several rows is always checked."""
-        if rows < 2 or not self._spot_checks:
+    def _is_checked(self, examples: int) -> bool:
+        """Decide in secret; the first stack of several examples is always checked."""
+        if examples < 2 or not self._spot_checks:
             return False
-        rate = min(_LARGEST_CHECK_RATE, rows / _ROWS_PER_CHECK) if self._stacks_checked else 1.0
+        rate = min(_LARGEST_CHECK_RATE, examples / _EXAMPLES_PER_CHECK) if self._stacks_checked else 1.0
         return secrets.randbelow(1 << 32) < rate * (1 << 32)
 
-    def _check_one_row(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+    def _check_one_example(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
         self._stacks_checked += 1
-        row = secrets.randbelow(len(losses))
-        alone, together = self.alone(stack, row, tape), LossAndNorm(losses[row], norms[row])
+        example = secrets.randbelow(len(losses))
+        alone, together = self.alone(stack, example, tape), LossAndNorm(losses[example], norms[example])
         require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
 
-    def alone(self, stack: Batch, row: int, tape: RandomTape) -> LossAndNorm:
-        """Run one row of a stack by itself, under the random numbers that it had in the stack."""
-        with torch.random.fork_rng([]), self.clipper:
-            with tape.play(row):
-                loss = self.losses(take_row(stack, row))
+    def alone(self, stack: Batch, example: int, tape: RandomTape) -> LossAndNorm:
+        """Run one example of a stack by itself, under the random numbers that it had in the stack."""
+        taken = take_example(stack, example)
+        with torch.random.fork_rng([]), self.clipper.over(self.units(taken)):
+            with tape.play(rows_of_example(stack, example)):
+                loss = self.losses(taken)
             # Checkpointing runs the forward again within the backward, where no tape plays.
             norm = None if self.recomputes else self.clipper.norms(loss)[0]
         return LossAndNorm(loss.detach()[0], norm)

@@ -267,7 +267,6 @@ def test_a_classifier_without_labels_at_hand_is_taken_for_single_label() -> None
     "model",
     [
         lambda: hf.BertForPreTraining(hf.BertConfig(**ENCODER)),
-        lambda: hf.BertForMultipleChoice(hf.BertConfig(**ENCODER)),
         lambda: PlainPretrained(hf.BertConfig(**ENCODER)),
         lambda: DecoderOnlyForConditionalGeneration(hf.BertConfig(**ENCODER)),
         lambda: hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8)),

@@ -7,24 +7,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.ghost import GhostClipper, Units
 
 
 class ParityError(RuntimeError):
     """The per-example gradients of this model cannot be trusted; training does not start."""
 
 
-def check_parity(clipper: GhostClipper, losses_of: Callable[[], Tensor], tolerance: float) -> None:
+def check_parity(
+    clipper: GhostClipper, losses_of: Callable[[], Tensor], tolerance: float, units: Units | None = None
+) -> None:
     """Raise `ParityError` unless norms and clipped sum agree with one autograd call per example on the same graph.
 
     Args:
         clipper: The clipper to be checked.
         losses_of: Runs the forward and returns the per-example losses.
         tolerance: How far values may differ, relative to the norms.
+        units: Which rows are one example; None where each is one.
     """
     parameters = list(clipper.parameters.values())
     clipped_sum = clipper.zeros()
-    with clipper:
+    with clipper.over(units):
         losses = losses_of()
         _require_usable(losses)
         each = [

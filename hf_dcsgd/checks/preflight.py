@@ -24,8 +24,9 @@ from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import COUPLED, LossAndNorm, require_agreement
 from hf_dcsgd.checks.parity import check_parity
 from hf_dcsgd.checks.random_tape import Order, RandomTape
-from hf_dcsgd.data.rows import Batch, batch_length, stack, take_row
+from hf_dcsgd.data.rows import Batch, batch_length, take_rows
 from hf_dcsgd.data.synthetic import synthetic_like
+from hf_dcsgd.data.units import UNIT_ENTRY, count_examples, rows_of_example, take_example
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 3
+_UNITS_OF_ROWS = (0, 1, 2, 1, 2, 2)
 _VARIANTS = 64  # of random numbers that a whole stack shares: enough to meet a probability of 0.1
 # How far the clipped sum of a stack may lie from that of its rows run alone, in units of the threshold.
 _TOLERANCE = 1e-3
@@ -44,24 +46,24 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
 
     Args:
         step: The private step as training will run it.
-        row: One collated row, for the shapes of its entries.
+        row: One collated row, for the shapes of its entries; one of a unit where units may have several.
         keep_tokens: Special tokens that stay where they are in synthetic rows.
     """
     clipper, model = step.clipper, step.model
-    batch = step.on_device(synthetic_like(model, row, _ROWS, keep_tokens))
+    batch = step.on_device(_synthetic(model, row, keep_tokens))
     model.eval()
     try:
         with step.randomness():
             if not _makes_sense(step, batch):
                 # What a clipper learns from a real row must not be recorded, so it is not the one that trains.
                 clipper = GhostClipper(model)
-                batch = step.on_device(synthetic_like(model, row, _ROWS, keep_tokens, keep_numbers=True))
+                batch = step.on_device(_synthetic(model, row, keep_tokens, keep_numbers=True))
                 if not _makes_sense(step, batch):
                     batch = step.on_device(_repeated(row))
-            check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch))
+            check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch), step.units(batch))
             _check_rows_are_independent(step, clipper, batch)
             step.train()
-            with clipper, ForwardWrites(model).refused_by_value():
+            with clipper.over(step.units(batch)), ForwardWrites(model).refused_by_value():
                 clipper.norms(step.losses(batch))
             _turn_off_shared_dropout(step, batch)
             _check_rows_are_independent(step, clipper, batch)
@@ -89,8 +91,20 @@ def _makes_sense(step: PrivateStep, batch: Batch) -> bool:
         return False
 
 
+def _synthetic(model: nn.Module, row: Batch, keep_tokens: tuple[int, ...], *, keep_numbers: bool = False) -> Batch:
+    """Make rows up, each an example; or three units of one to three rows."""
+    alone = {name: value for name, value in row.items() if name != UNIT_ENTRY}
+    count = len(_UNITS_OF_ROWS) if UNIT_ENTRY in row else _ROWS
+    return _in_units(row, synthetic_like(model, alone, count, keep_tokens, keep_numbers=keep_numbers))
+
+
 def _repeated(row: Batch) -> Batch:
-    return stack([row] * _ROWS)[0]
+    count = len(_UNITS_OF_ROWS) if UNIT_ENTRY in row else _ROWS
+    return _in_units(row, take_rows(row, [0] * count))
+
+
+def _in_units(row: Batch, batch: Batch) -> Batch:
+    return {**batch, UNIT_ENTRY: torch.tensor(_UNITS_OF_ROWS)} if UNIT_ENTRY in row else batch
 
 
 def _parity_tolerance(step: PrivateStep, batch: Batch) -> float:
@@ -110,21 +124,21 @@ def _check_rows_are_independent(step: PrivateStep, clipper: GhostClipper, batch:
 
 
 def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Batch) -> None:
-    rows = batch_length(batch)
-    tape = RandomTape(rows, step.draw_order)
+    examples = count_examples(batch)
+    tape = RandomTape(batch_length(batch), step.draw_order)
     if step.recomputes:  # the backward would draw once more
         with torch.no_grad():
             with tape.record():
                 losses = step.losses(batch)
-            for row in range(rows):
-                with tape.play(row):
-                    loss_alone = step.losses(take_row(batch, row))[0]
+            for example in range(examples):
+                with tape.play(rows_of_example(batch, example)):
+                    loss_alone = step.losses(take_example(batch, example))[0]
                 require_agreement(
-                    LossAndNorm(loss_alone, None), LossAndNorm(losses[row], None), 1.0, step.tolerance(losses)
+                    LossAndNorm(loss_alone, None), LossAndNorm(losses[example], None), 1.0, step.tolerance(losses)
                 )
         return
     sum_together = clipper.zeros()
-    with clipper:
+    with clipper.over(step.units(batch)):
         with tape.record():
             losses = step.losses(batch)
         norms = clipper.norms(losses)
@@ -132,13 +146,14 @@ def _compare_with_rows_alone(step: PrivateStep, clipper: GhostClipper, batch: Ba
         factors = (threshold / norms).clamp(max=1.0)
         clipper.accumulate(factors, sum_together)
     sum_alone = clipper.zeros()
-    for row in range(rows):
-        with clipper:
-            with tape.play(row):
-                loss = step.losses(take_row(batch, row))
+    for example in range(examples):
+        alone = take_example(batch, example)
+        with clipper.over(step.units(alone)):
+            with tape.play(rows_of_example(batch, example)):
+                loss = step.losses(alone)
             clipper.norms(loss)
-            clipper.accumulate(factors[row : row + 1], sum_alone)
-    allowed = max(_TOLERANCE, 0.1 * step.tolerance(losses)) * rows * float(threshold)
+            clipper.accumulate(factors[example : example + 1], sum_alone)
+    allowed = max(_TOLERANCE, 0.1 * step.tolerance(losses)) * examples * float(threshold)
     if not float((sum_together - sum_alone).norm()) <= allowed + 1e-7:
         raise BatchCouplingError(COUPLED)
 
@@ -153,7 +168,7 @@ def _turn_off_shared_dropout(step: PrivateStep, batch: Batch) -> None:
     dropouts = {name: m for name, m in step.model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}
     hooks = [module.register_forward_hook(note(name)) for name, module in dropouts.items()]
     try:
-        for inputs in (batch, take_row(batch, 0)):
+        for inputs in (batch, take_example(batch, 0)):
             shapes.append(set())
             with torch.no_grad():
                 step.losses(inputs)
@@ -177,14 +192,14 @@ def _check_nothing_is_remembered(step: PrivateStep, batch: Batch) -> None:
     with torch.no_grad():
         with tape.record():
             first = step.losses(batch)
-        for inputs in (take_row(others, 0), others):
+        for inputs in (take_example(others, 0), others):
             step.losses(inputs)
         with tape.play():
             again = step.losses(batch)
         if not _same(first, again):
             raise BatchCouplingError(COUPLED)
-        with tape.play(row=0):
-            step.losses(take_row(batch, 0))
+        with tape.play(rows_of_example(batch, 0)):
+            step.losses(take_example(batch, 0))
         for variant in range(_VARIANTS if tape.shares_draws else 0):
             with tape.play(variant=variant):
                 if not _same(first, step.losses(batch)):

@@ -13,6 +13,7 @@ Fused kernels that keep their masks to themselves run without dropout while the 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -34,13 +35,13 @@ class Order(Enum):
 
 
 class RandomTape:
-    """Records the draws of a forward on `rows` rows, then plays back those of one row, or all of them.
+    """Records the draws of a forward on `rows` rows, then plays back those of some rows, or all of them.
 
     ```python
     tape = RandomTape(rows=len(losses))
     with tape.record():
         losses = forward(stack)
-    with tape.play(row=3):
+    with tape.play([3]):
         alone = forward(take_row(stack, 3))      # under the very masks that row 3 had
     ```
     """
@@ -62,14 +63,14 @@ class RandomTape:
     def record(self) -> TorchDispatchMode:
         return _Recording(self)
 
-    def play(self, row: int | None = None, variant: int | None = None) -> TorchDispatchMode:
-        """Play back the draws of one row, or of all.
+    def play(self, rows: Sequence[int] | None = None, variant: int | None = None) -> TorchDispatchMode:
+        """Play back the draws of some rows, or of all.
 
         Args:
-            row: Which row is run alone; None for the whole stack.
+            rows: Which rows are run by themselves, those of one example; None for the whole stack.
             variant: Gives what is shared by the stack other values, different ones for each variant.
         """
-        return _Playing(self, row, variant)
+        return _Playing(self, rows, variant)
 
 
 class _SeededDraws(TorchDispatchMode):
@@ -123,9 +124,9 @@ class _Recording(_SeededDraws):
 
 
 class _Playing(_SeededDraws):
-    def __init__(self, tape: RandomTape, row: int | None, variant: int | None) -> None:
+    def __init__(self, tape: RandomTape, rows: Sequence[int] | None, variant: int | None) -> None:
         super().__init__(tape)
-        self._row, self._variant = row, variant
+        self._rows, self._variant = rows, variant
         self._next = 0
 
     def __enter__(self) -> Any:
@@ -143,7 +144,8 @@ class _Playing(_SeededDraws):
     def _drawn(self, name: str, values: Tensor) -> Tensor:
         index, tape = self._next, self._tape
         self._next += 1
-        if index >= len(tape.draws) or tape.draws[index][0] != name:
+        is_known = index < len(tape.draws) and tape.draws[index][0] == name
+        if not is_known or (self._rows is None and tape.draws[index][1].shape != values.shape):
             raise BatchCouplingError(
                 f"the forward draws other random numbers ({name}) for an example alone than within a stack: what it "
                 "draws may depend on nothing but the shape of its input"
@@ -153,27 +155,29 @@ class _Playing(_SeededDraws):
             if self._variant is not None and index in tape.shared_draws:
                 # The extremes first: a number below a probability, and one above.
                 return values.fill_(self._variant * 0.999) if self._variant < 2 else values
-            return values.copy_(recorded if self._row is None else self._share(index, recorded, values.shape))
+            return values.copy_(recorded if self._rows is None else self._share(index, recorded, values.shape))
 
     def _share(self, index: int, recorded: Tensor, shape: torch.Size) -> Tensor:
-        """Return the part of a recorded draw that belongs to the row, of the shape that it has alone."""
-        assert self._row is not None
+        """Return the part of a recorded draw that belongs to the rows, of the shape that it has by themselves."""
+        assert self._rows is not None
+        rows, taken = self._tape.rows, len(self._rows)
         if recorded.shape == shape:
-            if self._tape.rows > 1:
+            if rows > taken:
                 self._tape.shared_draws.add(index)
             return recorded
         axes = [
             axis for axis, size in enumerate(shape) if recorded.dim() == len(shape) and recorded.shape[axis] != size
         ]
-        if len(axes) != 1 or recorded.shape[axes[0]] != self._tape.rows * shape[axes[0]]:
+        if len(axes) != 1 or shape[axes[0]] % taken or recorded.shape[axes[0]] * taken != rows * shape[axes[0]]:
             raise BatchCouplingError(
-                f"the forward draws random numbers of shape {tuple(recorded.shape)} for {self._tape.rows} examples "
-                f"and {tuple(shape)} for one of them alone: how many it draws may not depend on the rest of the stack"
+                f"the forward draws random numbers of shape {tuple(recorded.shape)} for {rows} rows and "
+                f"{tuple(shape)} for {taken} of them alone: how many it draws may not depend on the rest of the stack"
             )
-        axis = axes[0]
-        if self._tape.order is Order.ROW_MAJOR:
-            return recorded.narrow(axis, self._row * shape[axis], shape[axis])
-        return recorded.unflatten(axis, (shape[axis], self._tape.rows)).select(axis + 1, self._row)
+        axis, share = axes[0], shape[axes[0]] // taken
+        is_major = self._tape.order is Order.ROW_MAJOR
+        by_row = recorded.unflatten(axis, (rows, share) if is_major else (share, rows))
+        chosen = torch.tensor(self._rows, device=recorded.device)
+        return by_row.index_select(axis if is_major else axis + 1, chosen).flatten(axis, axis + 1)
 
 
 def _replaced(args: tuple[Any, ...], arguments: Any, values: dict[str, Any]) -> list[Any]:

@@ -107,6 +107,18 @@ def take_row(batch: Mapping[str, Any], index: int) -> Batch:
     return {name: value[index : index + 1] if _has_rows(value) else value for name, value in batch.items()}
 
 
+def take_rows(batch: Mapping[str, Any], indices: Sequence[int]) -> Batch:
+    """Return some rows of a stack as a stack of these."""
+    return {
+        name: value[list(indices)]
+        if isinstance(value, Tensor) and value.dim() > 0
+        else [value[index] for index in indices]
+        if isinstance(value, list)
+        else value
+        for name, value in batch.items()
+    }
+
+
 def take_only_row(rows: list[Batch]) -> Batch:
     """Collate rows that are collated already: there is one of them."""
     (row,) = rows

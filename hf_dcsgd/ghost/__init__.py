@@ -5,6 +5,7 @@ from hf_dcsgd.ghost.contributions import Dense, OneHotRows, Outer
 from hf_dcsgd.ghost.engine import GhostClipper
 from hf_dcsgd.ghost.refusals import BatchCouplingError, UnsupportedModelError
 from hf_dcsgd.ghost.registry import register_rule, rule_for, trainable
+from hf_dcsgd.ghost.units import Units
 
 __all__ = [
     "BatchCouplingError",
@@ -12,6 +13,7 @@ __all__ = [
     "GhostClipper",
     "OneHotRows",
     "Outer",
+    "Units",
     "UnsupportedModelError",
     "convolution",
     "embedding",

@@ -37,6 +37,7 @@ LossKind: TypeAlias = Literal[
     "causal_lm",
     "seq2seq_lm",
     "question_answering",
+    "multiple_choice",
 ]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 Labels: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
@@ -44,7 +45,8 @@ LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
 IGNORE_INDEX = -100
 QA_LABELS = ("start_positions", "end_positions")
-_SMOOTHABLE = ("single_label_classification", "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
+_ONE_CLASS_PER_EXAMPLE = ("single_label_classification", "multiple_choice")
+_SMOOTHABLE = (*_ONE_CLASS_PER_EXAMPLE, "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
 
 # The first pattern found in a class's name decides; "classification" is refined by the config and the labels.
 _KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
@@ -58,6 +60,7 @@ _KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
     (r"For(Sequence|Image|Video|Audio)Classification|ForNextSentencePrediction$", "classification"),
     (r"ForTokenClassification$", "token_classification"),
     (r"ForQuestionAnswering(Simple)?$", "question_answering"),
+    (r"ForMultipleChoice$", "multiple_choice"),
     (r"ForMaskedLM$", "masked_lm"),
     (r"ForCausalLM$|LMHeadModel$|ModelWithLMHead$", "causal_lm"),
     (r"ForConditionalGeneration$|MTModel$|EncoderDecoderModel$", "seq2seq_lm"),
@@ -101,6 +104,12 @@ def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | N
     )
 
 
+def is_multiple_choice(model: nn.Module) -> bool:
+    """Whether a model takes examples of several rows, (n, choices, …), and compares these."""
+    base = unwrapped_model(model)
+    return isinstance(base, PreTrainedModel) and _kind_from_class(type(base)) == "multiple_choice"
+
+
 def per_example_losses(
     model: nn.Module,
     outputs: Any,
@@ -135,7 +144,7 @@ def per_example_losses(
         return _regression_losses(logits, labels)
     if kind == "multi_label_classification":
         return _multi_label_losses(logits, labels)
-    if kind == "single_label_classification":
+    if kind in _ONE_CLASS_PER_EXAMPLE:
         return _cross_entropies(logits, _matching(labels, logits.shape[:1]), label_smoothing)
     if kind == "causal_lm":
         # Token t is predicted from those before it. Labels are shifted, not logits: a shifted copy of these is large.

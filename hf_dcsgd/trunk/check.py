@@ -89,6 +89,6 @@ def require_same_results(step: PrivateStep, rows: list[dict[str, Any]]) -> None:
 
 
 def _results(step: PrivateStep, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    with step.clipper:
+    with step.clipper.over(step.units(batch)):
         losses = step.losses(step.on_device(batch))
         return losses.detach(), step.clipper.norms(losses)

@@ -1,0 +1,59 @@
+"""Stacks whose examples have several rows: an entry of the stack says which rows are one unit of privacy.
+
+| stack                | example                                                                                |
+|----------------------|----------------------------------------------------------------------------------------|
+| without `UNIT_ENTRY` | one row                                                                                |
+| with it              | all rows with the same number in it, counted from 0, anywhere in the stack             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hf_dcsgd.data.rows import Batch, batch_length, take_row, take_rows
+
+UNIT_ENTRY = "unit_of_row (private)"
+
+
+def count_examples(batch: Mapping[str, Any]) -> int:
+    """Count the units of a stack, or its rows where each is one."""
+    if UNIT_ENTRY not in batch or not len(batch[UNIT_ENTRY]):
+        return batch_length(batch)
+    return int(batch[UNIT_ENTRY].max()) + 1
+
+
+def rows_of_example(batch: Mapping[str, Any], example: int) -> list[int]:
+    """List where the rows of one example are in a stack."""
+    if UNIT_ENTRY not in batch:
+        return [example]
+    return (batch[UNIT_ENTRY] == example).nonzero().flatten().tolist()
+
+
+def take_example(batch: Mapping[str, Any], example: int) -> Batch:
+    """Return one example of a stack as a stack of one."""
+    if UNIT_ENTRY not in batch:
+        return take_row(batch, example)
+    taken = take_rows(batch, rows_of_example(batch, example))
+    return {**taken, UNIT_ENTRY: torch.zeros_like(taken[UNIT_ENTRY])}
+
+
+def rows_apart(inputs: Mapping[str, Any], size: int) -> tuple[Batch, Callable[[Any], Any]]:
+    """Turn inputs (n, size, …) into n·size rows; return what turns the model's outputs back into (n, size, …), too."""
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and (value.dim() < 2 or value.shape[1] != size):
+            raise ValueError(
+                f"expected {name} of shape (n, {size}, …) with rows_per_example={size}, got {tuple(value.shape)}"
+            )
+    flat = {name: value.flatten(0, 1) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    rows = batch_length(flat)
+
+    def unflatten(value: Any) -> Any:
+        is_per_row = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        return value.unflatten(0, (-1, size)) if is_per_row else value
+
+    return flat, lambda outputs: tree_map(unflatten, outputs)
