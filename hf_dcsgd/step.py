@@ -37,7 +37,15 @@ from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
 from hf_dcsgd.checks.random_tape import Order, RandomTape
 from hf_dcsgd.data.rows import Batch, batch_length, move_to
-from hf_dcsgd.data.units import UNIT_ENTRY, count_examples, rows_apart, rows_of_example, take_example
+from hf_dcsgd.data.units import (
+    UNIT_ENTRY,
+    choices_of,
+    count_examples,
+    rows_apart,
+    rows_of_example,
+    take_example,
+    units_of,
+)
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, Units, UnsupportedModelError
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.randomness import private_randomness
@@ -83,17 +91,7 @@ class ExampleLosses:
 
     def units(self, batch: Batch) -> Units | None:
         """Say which rows of the forward are one example: those of a unit, its choices, its pair; None where one is."""
-        of_row, rows = batch.get(UNIT_ENTRY), self._rows_per_example
-        if self._has_choices:
-            rows = next(
-                (value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 2), 1
-            )
-        if of_row is None and rows == 1:
-            return None
-        if of_row is None:
-            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-            of_row = torch.arange(batch_length(batch), device=device)
-        return Units(of_row.repeat_interleave(rows))
+        return units_of(batch, choices_of(batch) if self._has_choices else self._rows_per_example)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
         losses, outputs = self._run({name: value for name, value in batch.items() if name != UNIT_ENTRY})

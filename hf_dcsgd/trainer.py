@@ -61,6 +61,9 @@ class DCSGDTrainer(PublishingTrainer):
         per_example_loss_func (`Callable`, *optional*):
             `per_example_loss_func(outputs, labels)` returns one loss per example, shape (n,), for models whose loss is
             not known by their class. Each loss may depend on its own example only.
+        rows_per_example (`int`, *optional*, defaults to 1):
+            How many rows k of the model's input are one example, such as both texts of a preference pair: inputs of
+            shape (n, k, …) are run as n·k rows, and `per_example_loss_func` sees outputs of shape (n, k, …).
         kwargs:
             The other arguments are those of `Trainer`.
     """
@@ -85,6 +88,7 @@ class DCSGDTrainer(PublishingTrainer):
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
         *,
         per_example_loss_func: LossFunction | None = None,
+        rows_per_example: int = 1,
     ) -> None:
         if not isinstance(args, DCSGDTrainingArguments):
             raise TypeError(
@@ -92,9 +96,12 @@ class DCSGDTrainer(PublishingTrainer):
             )
         refuse_overrides(self, DCSGDTrainer)
         refuse_sharding_environment()
-        validate_inputs(model, data_collator, train_dataset, compute_loss_func, per_example_loss_func)
+        validate_inputs(
+            model, data_collator, train_dataset, compute_loss_func, per_example_loss_func, rows_per_example
+        )
         refuse_smoothing_without_config(model, args.label_smoothing_factor)
         self.per_example_loss_func = per_example_loss_func
+        self.rows_per_example = rows_per_example
         self.plan: PrivacyPlan | None = None
         self.step: PrivateStep | None = None
         self._layers = "as_is"
@@ -183,6 +190,7 @@ class DCSGDTrainer(PublishingTrainer):
             "loss": self.per_example_loss_func,
             "label_names": self.label_names if self.args.label_names else None,
             "label_smoothing": self.args.label_smoothing_factor,
+            "rows_per_example": self.rows_per_example,
         }
 
     # -- batches -----------------------------------------------------------------------------------------------------

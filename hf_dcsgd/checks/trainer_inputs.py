@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_dcsgd.privacy.sampling import map_style_length
+from hf_dcsgd.validation import require_count
 
 # The guarantee rests on these methods of the trainer.
 GUARDED_METHODS = (
@@ -29,7 +30,12 @@ def refuse_overrides(trainer: object, own: type) -> None:
 
 
 def validate_inputs(
-    model: Any, data_collator: Any, train_dataset: Any, compute_loss_func: Any, per_example_loss_func: Any
+    model: Any,
+    data_collator: Any,
+    train_dataset: Any,
+    compute_loss_func: Any,
+    per_example_loss_func: Any,
+    rows_per_example: int,
 ) -> None:
     """Raise for things of the wrong kind, before transformers takes them apart."""
     if compute_loss_func is not None:
@@ -45,6 +51,11 @@ def validate_inputs(
     for name, function in (("data_collator", data_collator), ("per_example_loss_func", per_example_loss_func)):
         if function is not None and not callable(function):
             raise TypeError(f"expected {name} to be callable, got {function!r}")
+    if require_count("rows_per_example", rows_per_example) > 1 and per_example_loss_func is None:
+        raise ValueError(
+            f"rows_per_example={rows_per_example} needs a per_example_loss_func: it makes one loss of the outputs of "
+            f"shape (n, {rows_per_example}, …)"
+        )
     if train_dataset is not None:
         map_style_length(train_dataset)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hf_dcsgd.data.rows import Batch, batch_length, take_row, take_rows
+from hf_dcsgd.ghost.units import Units
 
 UNIT_ENTRY = "unit_of_row (private)"
 
@@ -40,6 +41,22 @@ def take_example(batch: Mapping[str, Any], example: int) -> Batch:
         return take_row(batch, example)
     taken = take_rows(batch, rows_of_example(batch, example))
     return {**taken, UNIT_ENTRY: torch.zeros_like(taken[UNIT_ENTRY])}
+
+
+def choices_of(batch: Mapping[str, Any]) -> int:
+    """Count the choices of a multiple-choice batch, whose inputs are of shape (n, choices, …)."""
+    return next((value.shape[1] for value in batch.values() if isinstance(value, Tensor) and value.dim() > 2), 1)
+
+
+def units_of(batch: Mapping[str, Any], rows_per_entry: int) -> Units | None:
+    """Say which rows of the forward are one example, where an entry of a stack has several; None where each is one."""
+    of_entry = batch.get(UNIT_ENTRY)
+    if of_entry is None:
+        if rows_per_entry == 1:
+            return None
+        device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+        of_entry = torch.arange(batch_length(batch), device=device)
+    return Units(of_entry.repeat_interleave(rows_per_entry))
 
 
 def rows_apart(inputs: Mapping[str, Any], size: int) -> tuple[Batch, Callable[[Any], Any]]:

@@ -159,7 +159,7 @@ class GhostClipper:
         if not losses.requires_grad:
             raise ValueError("the losses do not depend on any trainable parameter (was the forward run in no_grad?)")
         batch_size, units = self._recorder.batch_size, self._recorder.units
-        if units is not None and batch_size not in (None, units.rows, units.count):
+        if units is not None and batch_size and units.rows % batch_size:
             raise ValueError(f"expected units of {batch_size} rows, as the model's input has, got {units.rows}")
         examples = batch_size if units is None else units.count
         if examples is not None and examples != losses.shape[0]:

@@ -189,7 +189,7 @@ class ForwardRecorder:
         again = ForwardRecorder(self._model, self._owners, None if units is None else units.without_last())
         if arguments is None or n is None:
             return {}
-        keep: Any = slice(-1) if units is None or n != units.rows else units.others(units.count - 1, n)
+        keep: Any = slice(-1) if units is None else units.of_row[:: units.rows // n] != units.count - 1
         cut = tree_map(lambda x: x[keep] if isinstance(x, Tensor) and x.dim() and x.shape[0] == n else x, arguments)
         again.install()
         try:
