@@ -142,13 +142,26 @@ def main() -> int:
     if options.worker:
         run_worker(options.output)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
-    command = [*launcher, __file__, "--worker", "--output", str(options.output)]
-    environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **os.environ}
-    finished = subprocess.run(command, env=environment, timeout=600, stdout=subprocess.DEVNULL)
-    if finished.returncode == 0:
+    returncode = launch(options.processes, options.output)
+    if returncode == 0:
         show(json.loads(options.output.read_text()))
-    return finished.returncode
+    return returncode
+
+
+def launch(processes: int, output: Path) -> int:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*launcher, __file__, "--worker", "--output", str(output)]
+    environment = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", **os.environ}
+    return subprocess.run(command, env=environment, timeout=600, stdout=subprocess.DEVNULL).returncode
+
+
+def run_collectives(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Count between two processes, for the table of all benchmarks."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "collectives.json"
+        if launch(2, output):
+            raise RuntimeError("the processes failed")
+        return dict(json.loads(output.read_text()))
 
 
 if __name__ == "__main__":

@@ -1,58 +1,58 @@
-"""What one private step costs: against plain training, Opacus' two ways, and between our own strategies.
+"""What one private step costs: against plain training and Opacus' two ways, and which part of it takes how long.
 
-One logical batch of random tokens on a BERT whose last encoder layer, pooler and classifier are trained (the paper's
-setting), or whatever `--layers` says. Everything that a step does is timed: forward, backward, clipping, noise,
-threshold, optimizer.
-
-    python benchmarks/step_cost.py --size mini      # 6 layers × 384, as MiniLM
-    python benchmarks/step_cost.py --size base      # 12 layers × 768, as bert-base
-    python benchmarks/step_cost.py --layers last:6  # all but the embeddings, on which Opacus' ghost clipping fails
-    python benchmarks/step_cost.py --layers lora    # LoRA of rank 8 on all layers
-    python benchmarks/step_cost.py --tail           # hidden states of the frozen layers given, as by a trunk cache
+One logical batch of random tokens, in micro-batches. Everything that a step does is timed: forward, backward,
+clipping, noise, threshold, optimizer. Rows of the table are in `rows.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import logging
-import re
-import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from timing import alternate, show
-from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
+from timing import DEVICE, alternate, now
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
-from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 SIZES = {
     "mini": {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536},
     "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
 }
+VOCABULARY = 32_000  # of the causal language model
+Batch = dict[str, Tensor]
+Step = Callable[[list[Batch]], None]
 
 
 def make_model(size: str, layers: str) -> nn.Module:
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SIZES[size]))
+    if size == "causal":
+        config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=1024, **SIZES["mini"])
+        model: nn.Module = GPTNeoXForCausalLM(config)
+    else:
+        model = BertForSequenceClassification(BertConfig(**SIZES[size]))
     if layers == "lora":
         from peft import LoraConfig, get_peft_model
 
-        return get_peft_model(model, LoraConfig(r=8, task_type="SEQ_CLS", target_modules=["query", "value"])).train()
-    select_trainable_layers(model, layers)
-    return model.train()
+        model = get_peft_model(model, LoraConfig(r=8, task_type="SEQ_CLS", target_modules=["query", "value"]))
+    else:
+        select_trainable_layers(model, layers)
+    return model.train().to(DEVICE)
 
 
-def make_batch(batch: int, length: int) -> dict[str, torch.Tensor]:
+def make_batch(model: nn.Module, size: int, length: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1000, 30_000, (batch, length), generator=generator)
-    labels = torch.randint(2, (batch,), generator=generator)
+    tokens = torch.randint(1000, 30_000, (size, length), generator=generator).to(DEVICE)
+    causal = isinstance(model, GPTNeoXForCausalLM)
+    labels = tokens if causal else torch.randint(2, (size,), generator=generator).to(DEVICE)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
@@ -60,27 +60,35 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def fed(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[FrozenTrunk, torch.Tensor]:
-    """Cut the model, and compute the hidden states of its frozen part."""
-    trunk = FrozenTrunk(model)
-    return trunk, trunk.capture({name: value for name, value in batch.items() if name != "labels"})
+def logits_and_labels(forward: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", TRUNK_ENTRY)}
+    logits = forward(**inputs).logits
+    if logits.dim() == 2:
+        return logits, batch["labels"]
+    return logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
 
 
-def plain_step(model: nn.Module, batch: dict[str, torch.Tensor], tail: bool) -> Callable[[], None]:
+def feeding(trunk: FrozenTrunk | None, batch: Batch) -> AbstractContextManager[None]:
+    return nullcontext() if trunk is None else trunk.feed(batch[TRUNK_ENTRY])
+
+
+# -- variants --------------------------------------------------------------------------------------------------------
+
+
+def plain_step(model: nn.Module, trunk: FrozenTrunk | None) -> Step:
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
-    trunk, hidden_states = fed(model, batch) if tail else (None, None)
 
-    def step() -> None:
-        with nullcontext() if trunk is None else trunk.feed(hidden_states):
-            model(**batch).loss.backward()
+    def step(batches: list[Batch]) -> None:
+        for batch in batches:
+            with feeding(trunk, batch):
+                (F.cross_entropy(*logits_and_labels(model, batch)) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, tail: bool) -> Callable[[], None]:
-    size = len(batch["labels"])
+def our_step(model: nn.Module, trunk: FrozenTrunk | None, clipping: str, size: int) -> tuple[Step, PrivateStep, Any]:
     plan = PrivacyPlan.create(
         dataset_size=400 * size,
         expected_batch_size=size,
@@ -89,86 +97,136 @@ def our_step(model: nn.Module, batch: dict[str, torch.Tensor], clipping: str, ta
         noise_multiplier=0.5,
         clipping=clipping,
     )
-    trunk, hidden_states = fed(model, batch) if tail else (None, None)
-    private = PrivateStep(model, DPMechanism(plan), trunk=trunk)
-    batch = batch if hidden_states is None else {**batch, TRUNK_ENTRY: hidden_states}
+    private = PrivateStep(model, DPMechanism(plan), trunk=trunk, device=DEVICE)
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
 
-    def step() -> None:
-        private.accumulate(batch)
+    def step(batches: list[Batch]) -> None:
+        for batch in batches:
+            private.accumulate(batch)
         private.release()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return step, private, optimizer
 
 
-def opacus_step(model: nn.Module, batch: dict[str, torch.Tensor], ghost: bool) -> Callable[[], None]:
+def opacus_step(model: nn.Module, trunk: FrozenTrunk | None, size: int, ghost: bool) -> Step:
     from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
-    size = len(batch["labels"])
     adam = torch.optim.Adam(trainable(model), lr=1e-3)
     options: dict[str, Any] = {"noise_multiplier": 0.5, "max_grad_norm": 1.0, "expected_batch_size": size}
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if not ghost:
+    loss: Callable[..., Any] = F.cross_entropy
+    if ghost:
+        wrapped: Any = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+        optimizer: Any = DPOptimizerFastGradientClipping(adam, **options)
+        loss = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
+    else:
         wrapped = GradSampleModule(model)
         optimizer = DPOptimizer(adam, **options)
 
-        def step() -> None:
-            loss = nn.functional.cross_entropy(wrapped(**inputs).logits, batch["labels"])
-            loss.backward()
+    def step(batches: list[Batch]) -> None:
+        for k, batch in enumerate(batches):
+            optimizer.signal_skip_step(do_skip=k < len(batches) - 1)
+            with feeding(trunk, batch):
+                logits, labels = logits_and_labels(wrapped, batch)
+                tokens = len(labels) // len(batch["labels"])
+                shape = {"shape": (len(batch["labels"]), tokens)} if ghost and tokens > 1 else {}
+                loss(logits, labels, **shape).backward()
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
-    fast = GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
-    fast_optimizer = DPOptimizerFastGradientClipping(adam, **options)
-    criterion = DPLossFastGradientClipping(fast, fast_optimizer, nn.CrossEntropyLoss())
-
-    def ghost_step() -> None:
-        loss = criterion(fast(**inputs).logits, batch["labels"])
-        loss.backward()
-        fast_optimizer.step()
-        fast_optimizer.zero_grad()
-
-    return ghost_step
+    return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="mini", help="the model (default: mini)")
-    parser.add_argument("--batch", type=int, default=32, help="examples per step (default: 32)")
-    parser.add_argument("--length", type=int, default=128, help="tokens per example (default: 128)")
-    parser.add_argument("--rounds", type=int, default=9, help="timed rounds (default: 9)")
-    parser.add_argument(
-        "--layers", default=DEFAULT_LAYERS, help=f"what is trained, as trainable_layers (default: {DEFAULT_LAYERS})"
-    )
-    parser.add_argument("--tail", action="store_true", help="hidden states of the frozen layers are given")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-
-    model, batch = make_model(options.size, options.layers), make_batch(options.batch, options.length)
-    layers = "" if options.layers == DEFAULT_LAYERS else re.sub(r"\W+", "_", f"_{options.layers}")
-    name = f"{options.size}{layers}{'_tail' if options.tail else ''}"
-    setting = vars(options) | {"torch threads": torch.get_num_threads()}
-    peers = {
-        "plain training": plain_step(copy.deepcopy(model), batch, options.tail),
-        "hf_dcsgd, dc_sgd_e": our_step(copy.deepcopy(model), batch, "dc_sgd_e", options.tail),
-    }
-    if not options.tail:
-        peers["Opacus ghost clipping"] = opacus_step(copy.deepcopy(model), batch, ghost=True)
-        peers["Opacus per-example gradients"] = opacus_step(copy.deepcopy(model), batch, ghost=False)
-    show("One step", alternate(peers, options.rounds), setting, f"step_cost_{name}.json")
-    strategies = {
-        clipping: our_step(copy.deepcopy(model), batch, clipping, options.tail)
-        for clipping in ("fixed", "dc_sgd_e", "dc_sgd_p", "andrew", "du", "auto_clip")
-    }
-    table = alternate(strategies, 2 * options.rounds)
-    show("One step by strategy", table, setting, f"strategy_cost_{name}.json")
+def made(name: str, model: nn.Module, trunk: FrozenTrunk | None, size: int) -> Step:
+    if name == "plain":
+        return plain_step(model, trunk)
+    if name.startswith("opacus"):
+        return opacus_step(model, trunk, size, ghost=name == "opacus_ghost")
+    return our_step(model, trunk, name, size)[0]
 
 
-if __name__ == "__main__":
-    main()
+# -- rows of the table -----------------------------------------------------------------------------------------------
+
+
+def prepared(model: nn.Module, row: dict[str, Any]) -> tuple[FrozenTrunk | None, list[Batch]]:
+    """Make the micro-batches of a row; with `tail`, hidden states of the frozen blocks are in them."""
+    batch = make_batch(model, row["micro"], row["length"])
+    trunk = FrozenTrunk(model) if row["tail"] else None
+    if trunk is not None:
+        batch[TRUNK_ENTRY] = trunk.capture({name: value for name, value in batch.items() if name != "labels"})
+    return trunk, [batch] * (row["batch"] // row["micro"])
+
+
+def run_steps(row: dict[str, Any]) -> dict[str, Any]:
+    """Time the variants of one row, alternated; the first call of each, on two examples, is not timed."""
+    original = make_model(row["model"], row["layers"])
+    variants: dict[str, Callable[[], None]] = {}
+    for name in row["variants"]:
+        model = copy.deepcopy(original)
+        trunk, batches = prepared(model, row)
+        try:
+            step = made(name, model, trunk, row["batch"])
+            step([few(batches)])
+            variants[name] = partial(step, batches)
+        except Exception as error:  # a peer's: it is shown in the table
+            variants[name] = partial(fail, error)
+    count = sum(p.numel() for p in trainable(original))
+    return {"trained": count, "variants": alternate(variants, row["rounds"])}
+
+
+def few(batches: list[Batch]) -> Batch:
+    return {name: value[:2] for name, value in batches[0].items()}
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def run_parts(row: dict[str, Any]) -> dict[str, Any]:
+    """Time the parts of a step of ours; the shares add up to 1."""
+    model = make_model(row["model"], row["layers"])
+    trunk, batches = prepared(model, row)
+    step, private, optimizer = our_step(model, trunk, "dc_sgd_e", row["batch"])
+    step([few(batches)])
+    parts = Parts()
+    for owner, method, part in (
+        (private, "_check_one_row", "spot checks"),
+        (private, "losses", "forward"),
+        (private.clipper, "norms", "backward and norms"),
+        (private.clipper, "accumulate", "clipped sum"),
+        (private, "release", "charge, noise, threshold"),
+        (optimizer, "step", "optimizer"),
+    ):
+        setattr(owner, method, parts.timed(getattr(owner, method), part))
+    start = now()
+    for _ in range(row["rounds"]):
+        step(batches)
+    total = now() - start
+    shares = {part: taken / total for part, taken in parts.seconds.items()}
+    return {"shares": {**shares, "the rest": 1 - sum(shares.values())}, "seconds": total / row["rounds"]}
+
+
+class Parts:
+    """Adds up the time of functions; of those that call each other, the outermost counts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._is_inside = False
+
+    def timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        self.seconds[part] = 0.0
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._is_inside:
+                return function(*args, **kwargs)
+            self._is_inside, start = True, now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_inside = False
+                self.seconds[part] += now() - start
+
+        return run

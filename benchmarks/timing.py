@@ -1,42 +1,74 @@
-"""Timing as ratios: variants take turns within one run, and medians over rounds are compared with the first one."""
+"""Timing as ratios: variants take turns within one run, and medians over rounds are compared with the first one.
+
+On the CPU one thread is timed, in CPU seconds of the process, which others on the machine hardly change; on a GPU,
+wall clock until it is idle.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from hf_dcsgd.cli.step_cost import PeakMemory
+
 RESULTS = Path(__file__).parent / "results"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def alternate(variants: dict[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, dict[str, float]]:
-    """Median seconds of each variant, and its ratio to the first; machine noise hits all of them alike."""
+def now() -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """Most bytes of tensors at one time beyond those that were there before: weights and the optimizer's state."""
+    if DEVICE.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        action()
+        return int(torch.cuda.max_memory_allocated()) - before
+    with PeakMemory() as memory:
+        action()
+    return memory.peak
+
+
+def alternate(variants: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Median seconds and peak memory of each variant, and their ratios to the first; an error where one cannot run."""
+    failed: dict[str, str] = {}
+    peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for round_number in range(warm_up + rounds):
+    for name, run in variants.items():
+        try:
+            peaks[name] = peak_bytes(run)
+        except Exception as error:  # a peer's: it is shown in the table
+            failed[name] = in_one_line(error)
+    for _ in range(rounds):
         for name, run in variants.items():
-            start = time.perf_counter()
-            run()
-            if round_number >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+            if name not in failed:
+                start = now()
+                run()
+                seconds[name].append(now() - start)
     first = next(iter(variants))
     return {
-        name: {
-            "seconds": statistics.median(taken),
+        name: {"error": failed[name]}
+        if name in failed
+        else {
+            "seconds": statistics.median(seconds[name]),
             # Ratios within a round cancel what the machine did meanwhile; then the median over rounds.
-            "ratio": statistics.median(a / b for a, b in zip(taken, seconds[first], strict=True)),
+            "ratio": statistics.median(a / b for a, b in zip(seconds[name], seconds[first], strict=True)),
+            "peak_bytes": peaks[name],
+            "memory_ratio": peaks[name] / peaks[first],
         }
-        for name, taken in seconds.items()
+        for name in variants
     }
 
 
-def show(title: str, table: dict[str, dict[str, float]], setting: dict[str, Any], file_name: str) -> None:
-    """Prints the table and keeps it under `benchmarks/results/`."""
-    first = next(iter(table))
-    print(f"{title} ({', '.join(f'{k} {v}' for k, v in setting.items())})")
-    for name, row in table.items():
-        print(f"  {name:<28} {1000 * row['seconds']:9.1f} ms   {row['ratio']:6.3f} × {first}")
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / file_name).write_text(json.dumps({"setting": setting, "table": table}, indent=2) + "\n")
+def in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]

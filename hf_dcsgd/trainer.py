@@ -10,6 +10,7 @@ What is assumed of transformers beyond its public interface is listed in `tests/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from hf_dcsgd.tasks.layer_selection import hold_in_fp32, prepare_layers, train_m
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 from hf_dcsgd.trunk.cut import FrozenTrunk
+from hf_dcsgd.trunk.evaluation import EvaluationCache
 
 
 class DCSGDTrainer(PublishingTrainer):
@@ -109,6 +111,7 @@ class DCSGDTrainer(PublishingTrainer):
         self._current_trial: Any = None
         self._checkpoint: str | None = None
         self._trunk: FrozenTrunk | None = None
+        self._evaluation_cache: EvaluationCache | None = None
         super().__init__(
             model,
             args,
@@ -206,9 +209,15 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_in_train:
             names = self._loss_settings()["label_names"]
             with self.compute_loss_context_manager():
-                rows, collate, self._trunk = cached_rows(
+                rows, collate, cache = cached_rows(
                     self.args, self.model, rows, collate, label_names=names, make_step=self.make_step
                 )
+            self._trunk = None if cache is None else cache.trunk
+            forward_context = self.compute_loss_context_manager
+            # A compiled evaluation would not see that blocks are passed over.
+            self._evaluation_cache = None
+            if cache is not None and not self.args.torch_compile:
+                self._evaluation_cache = EvaluationCache(cache, forward_context)
         return train_dataloader(self.args, plan, rows, collate)
 
     def rows_and_collator(self) -> tuple[Any, Collator]:
@@ -320,6 +329,19 @@ class DCSGDTrainer(PublishingTrainer):
             return super().compute_loss(model, inputs, return_outputs)
         loss, outputs = ExampleLosses(bare, **self._loss_settings()).mean(inputs)
         return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """Evaluate a batch as transformers does; during training with a trunk cache, from cached hidden states."""
+        evaluate = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluation_cache is None or not self.is_in_train:
+            return evaluate()
+        return self._evaluation_cache.run(inputs, evaluate)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does. Every trial is charged in its own directory; `search_cost` holds the total.

@@ -124,8 +124,9 @@ class DCSGDTrainingArguments(TrainingArguments):
     trunk_cache: str = _option(
         "off",
         "Compute the frozen blocks in front of the first trained one once per training row, without dropout, and keep "
-        "the result on disk, so that later epochs and runs pass over them. on: refuse models for which that cannot be "
-        "done. auto: train those without it. The cache is private data; hf-dcsgd cache lists and removes it.",
+        "the result on disk, so that later epochs and runs pass over them, as do evaluations during training. "
+        "on: refuse models for which that cannot be done. auto: train those without it. The cache is private data; "
+        "hf-dcsgd cache lists and removes it.",
         TRUNK_CACHE_MODES,
     )
     trunk_cache_dir: str | None = _option(
@@ -194,6 +195,10 @@ class DCSGDTrainingArguments(TrainingArguments):
                 unused.append(f"{name}={value}")
         if unused:  # no error, so that one argument changes the strategy
             logger.warning("clipping=%s does not use %s", self.clipping, ", ".join(sorted(unused)))
+        if self.torch_compile:
+            logger.warning(
+                "torch_compile=True compiles evaluation alone: clipping watches modules, which merge in a graph"
+            )
 
     def clipping_settings(self) -> dict[str, Any]:
         """Return the options of the chosen strategy, as far as they are given."""

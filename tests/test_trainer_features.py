@@ -29,7 +29,7 @@ from tiny_tasks import (
 from torch import nn
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.ghost import BatchCouplingError
+from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
@@ -229,12 +229,30 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
     torch.testing.assert_close(flat_parameters(checkpointed.model), flat_parameters(plain.model), atol=1e-5, rtol=1e-4)
 
 
-def test_compilation_is_accepted(tmp_path: Path) -> None:
-    """Training runs uncompiled, evaluation may be compiled; the backend here needs no C compiler."""
-    trainer = feature_trainer(tmp_path, torch_compile=True, torch_compile_backend="eager", max_steps=2)
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] > 0
+def test_compilation_is_accepted_for_evaluation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training runs uncompiled and gives the same weights; the backend here needs no C compiler."""
+    settings = {"max_steps": 2, "unsafe_noise_seed": 3}
+    plain = feature_trainer(tmp_path / "plain", **settings)
+    plain.train()
+    compiled = feature_trainer(tmp_path, torch_compile=True, torch_compile_backend="eager", **settings)
+    compiled.train()
+    assert "torch_compile=True compiles evaluation alone" in caplog.text
+    assert torch.equal(flat_parameters(compiled.model), flat_parameters(plain.model))
+    assert compiled.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"])
     assert PrivacyLedger.read(tmp_path).charged == 2
+
+
+def test_compiled_models_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"as it was before torch\.compile"):
+        DCSGDTrainer(
+            torch.compile(feature_classifier(), backend="eager"), private_args(tmp_path), None, feature_rows()
+        )
+    in_place = feature_classifier()
+    in_place.hidden.compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match=r"hidden \(Linear\): was compiled"):
+        DCSGDTrainer(in_place, private_args(tmp_path), None, feature_rows()).train()
+    with pytest.raises(UnsupportedModelError, match="was compiled"):
+        GhostClipper(torch.compile(feature_classifier(), backend="eager"))
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ OVERRIDDEN = {
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "get_train_dataloader": [],
     "get_eval_dataloader": ["eval_dataset"],
+    "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "call_model_init": ["trial"],
     "log": ["logs", "start_time"],

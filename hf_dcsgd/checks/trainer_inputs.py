@@ -48,6 +48,8 @@ def validate_inputs(
         raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("expected a model with weights, got one on the meta device")
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise ValueError("expected model as it was before torch.compile, whose graph does not call modules one by one")
     for name, function in (("data_collator", data_collator), ("per_example_loss_func", per_example_loss_func)):
         if function is not None and not callable(function):
             raise TypeError(f"expected {name} to be callable, got {function!r}")

@@ -73,6 +73,8 @@ def _parameter_problems(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 
 
 def _reason_to_refuse(module: nn.Module) -> str | None:
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+        return "was compiled, and a graph does not call its modules one by one; hand over the model as it was before"
     if isinstance(module, _BATCH_STATISTICS):
         owns_trainable = any(p.requires_grad for p in module.parameters(recurse=False))
         if owns_trainable or module.track_running_stats is False or module.training:

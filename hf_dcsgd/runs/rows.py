@@ -14,7 +14,7 @@ from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.training_args import DCSGDTrainingArguments
-from hf_dcsgd.trunk.build import open_cache
+from hf_dcsgd.trunk.build import TrunkCache, open_cache
 from hf_dcsgd.trunk.check import filled_cache
 from hf_dcsgd.trunk.cut import FrozenTrunk
 
@@ -45,10 +45,10 @@ def cached_rows(
     *,
     label_names: Sequence[str] | None,
     make_step: Callable[[FrozenTrunk], PrivateStep],
-) -> tuple[Any, Collator, FrozenTrunk | None]:
+) -> tuple[Any, Collator, TrunkCache | None]:
     """Return rows with the hidden states of the frozen trunk in them, if `trunk_cache` asks for it and it can be done.
 
-    Their collator comes with them, and the trunk that a step needs; None without a cache.
+    Their collator comes with them, and the cache; None where there is none.
     """
     if args.trunk_cache == "off":
         return rows, collate, None
@@ -70,4 +70,4 @@ def cached_rows(
         world_size=args.world_size,
         show_progress=not args.disable_tqdm,
     )
-    return (rows, collate, None) if cache is None else (cache.store, take_only_row, cache.trunk)
+    return (rows, collate, None) if cache is None else (cache.store, take_only_row, cache)

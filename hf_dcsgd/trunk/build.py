@@ -63,7 +63,7 @@ class TrunkCache:
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"expected trunk_cache_dtype to be one of {', '.join(DTYPES)}, got {dtype!r}")
-        self.trunk, self._rows, self._collate, self._inputs_of = trunk, rows, collate, inputs_of
+        self.trunk, self._rows, self._collate, self.inputs_of = trunk, rows, collate, inputs_of
         self._dtype, self._largest = DTYPES[dtype], largest
         sample = self._sample()
         _require_deterministic(rows, collate, sample)
@@ -129,7 +129,7 @@ class TrunkCache:
 
     def _with_hidden_states(self, rows: list[tuple[int, Batch]]) -> list[dict[str, Tensor]]:
         (batch,) = stack([row for _, row in rows])
-        hidden = self.trunk.capture(self._inputs_of(batch))
+        hidden = self.trunk.capture(self.inputs_of(batch))
         if hidden.dim() < 2 or len(hidden) != batch_length(batch):
             raise TrunkCacheError(f"hidden states of shape {tuple(hidden.shape)} do not have one entry per row")
         others = [name for name, value in batch.items() if not isinstance(value, Tensor)]
@@ -167,15 +167,17 @@ def _key(trunk: FrozenTrunk, rows: Any, sample: Iterable[Batch], dtype: str) -> 
     versions = [importlib.metadata.version(package) for package in ("transformers", "torch")]
     config: Any = getattr(trunk.model, "config", None)
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
-    public = [str(trunk), type(trunk.model).__qualname__, dtype, *versions, _without_names(settings)]
+    device = next(trunk.model.parameters()).device.type
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    public = [str(trunk), type(trunk.model).__qualname__, dtype, autocast, *versions, _without_names(settings)]
     digest.update(json.dumps(public).encode())
     for name, tensor in trunk.parameters():
         digest.update(name.encode())
-        digest.update(_buffer(tensor))
+        digest.update(buffer_of(tensor))
     for row in sample:
         for name, value in sorted(row.items()):
             digest.update(name.encode())
-            digest.update(_buffer(value) if isinstance(value, Tensor) else repr(value).encode())
+            digest.update(buffer_of(value) if isinstance(value, Tensor) else repr(value).encode())
     for piece in _content(rows):
         digest.update(piece)
     return digest.hexdigest()
@@ -200,10 +202,11 @@ def _content(rows: Any) -> Iterator[bytes | memoryview]:
         row = fetch_row(rows, index)
         for name, value in sorted(row.items()) if isinstance(row, Mapping) else enumerate(row):
             yield str(name).encode()
-            yield _buffer(value) if isinstance(value, Tensor) else repr(value).encode()
+            yield buffer_of(value) if isinstance(value, Tensor) else repr(value).encode()
 
 
-def _buffer(tensor: Tensor) -> memoryview:
+def buffer_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor."""
     value = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(value.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -213,6 +216,6 @@ def stored_caches(cache_dir: str | Path | None = None) -> list[dict[str, Any]]:
     found = []
     for meta in sorted(Path(cache_dir or default_cache_dir()).glob(f"*/{META_FILENAME}")):
         content = json.loads(meta.read_text(encoding="utf-8"))
-        size = sum(path.stat().st_size for path in meta.parent.iterdir())
+        size = sum(path.stat().st_size for path in meta.parent.rglob("*"))
         found.append({"path": str(meta.parent), "bytes": size, "modified": meta.parent.stat().st_mtime, **content})
     return found
