@@ -1,2 +1,198 @@
-def write_page():
-    pass
+"""Makes docs/benchmarks.md and its bar chart of the results under `benchmarks/results/`, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rows import ROWS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks.png"
+Results = Mapping[str, Mapping[str, Any]]
+
+MODELS = {"mini": "BERT 6 × 384", "base": "BERT 12 × 768", "causal": "GPT-NeoX 6 × 384, V = 32,000"}
+VARIANTS = {
+    "plain": ("plain", "#8895a1"),
+    "fixed": ("`fixed`", "#7fb0d0"),
+    "dc_sgd_e": ("`dc_sgd_e`", "#1f6391"),
+    "opacus_ghost": ("Opacus ghost", "#c4552d"),
+    "opacus_hooks": ("Opacus hooks", "#e3a587"),
+}
+INTRODUCTION = """# What it costs
+
+This page is made by `python benchmarks/run_all.py --page` of the files in `benchmarks/results/`; `make bench` measures
+what is missing there. Ratios to plain training: variants take turns within one run, a ratio is taken within a round,
+and the median over rounds is shown. On the CPU: one thread, fp32, CPU seconds of the process. Memory is the most bytes
+of tensors alive at one time in a step, beyond weights and optimizer state. Models have random weights.
+"""
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """Read all results; those of a GPU have names that end in _gpu."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def render(results: Results) -> str:
+    """Write the page."""
+    sections = [INTRODUCTION, *_steps(results), *_epochs(results), *_growth(results), *_parts(results)]
+    sections += [*_strategies(results), *_collectives(results), *_missing(results)]
+    return "\n".join(sections)
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _trained(row: Mapping[str, Any]) -> str:
+    if row["tail"]:
+        return "last layer, pooler, classifier; frozen layers given"
+    layers = row["layers"]
+    if layers.startswith("last:"):
+        return f"last {layers[5:]} layers and head"
+    return {"lora": "LoRA, r = 8, all layers", "all": "everything"}.get(layers, "last layer, pooler, classifier")
+
+
+def _steps(results: Results) -> Iterator[str]:
+    chosen = {name: r for name, r in results.items() if name.startswith("step_")}
+    if not chosen:
+        return
+    names = list(VARIANTS)
+    times, memory, errors = [], [], []
+    for name in sorted(chosen, key=_order):
+        row, found = chosen[name], chosen[name]["variants"]
+        on = " (GPU)" if name.endswith("_gpu") else ""
+        size = f"{row['batch']} × {row['length']}" + (f", by {row['micro']}" if row["micro"] != row["batch"] else "")
+        head = [MODELS[row["model"]] + on, _trained(row), size, str(row["rounds"])]
+        times.append(head + [_cell(found, variant, "ratio") for variant in names])
+        memory.append(head[:3] + [_cell(found, variant, "memory_ratio") for variant in names])
+        errors += [f"- {head[0]}, {head[1]}, {size}: {VARIANTS[v][0]}: `{found[v]['error']}`" for v in names
+                   if "error" in found.get(v, {})]  # fmt: skip
+    titles = [VARIANTS[variant][0] for variant in names]
+    yield "## One step, time\n\n![One step against plain training](benchmarks.png)\n"
+    yield table(["model", "trained", "examples × tokens", "rounds", *titles], times)
+    yield "## One step, memory\n"
+    yield table(["model", "trained", "examples × tokens", *titles], memory)
+    if errors:
+        yield "Where a peer cannot run:\n\n" + "\n".join(errors) + "\n"
+
+
+def _order(name: str) -> int:
+    return list(ROWS).index(name.removesuffix("_gpu")) if name.removesuffix("_gpu") in ROWS else len(ROWS)
+
+
+def _cell(found: Mapping[str, Any], variant: str, value: str) -> str:
+    if variant not in found:
+        return "not run"
+    return "fails" if "error" in found[variant] else f"{found[variant][value]:.2f}"
+
+
+def _epochs(results: Results) -> Iterator[str]:
+    for name, row in results.items():
+        if row["kind"] != "epochs":
+            continue
+        lengths = "all of 128 tokens" if row["lengths"] == "fixed" else "of lengths as QNLI's, at most 128 tokens"
+        yield (
+            f"## Whole epochs through `Trainer.train()`, {MODELS[row['model']]}, rows {lengths}\n\n"
+            f"Last layer, pooler and classifier trained; {row['rows']} rows, batches of {row['batch']}, "
+            f"{row['rounds']} round(s). One epoch of the plain `Trainer` is 1. A plain step takes "
+            f"{row['plain_step']:.1f} s, so start-up may take {max(10.0, 3 * row['plain_step']):.0f} s (`{name}`).\n"
+        )
+        lines = [
+            [variant, f"{v['start_up']:.1f} s", f"{v['first_epoch_with_start_up']:.2f}", f"{v['later_epoch']:.3f}",
+             f"{1 / v['later_epoch']:.1f} ×", f"{v['five_epochs']:.2f}", f"{1 / v['five_epochs']:.1f} ×"]
+            for variant, v in row["variants"].items()
+        ]  # fmt: skip
+        header = ["", "start-up", "first epoch with start-up", "later epoch", "faster", "five epochs", "faster"]
+        yield table(header, lines)
+
+
+def _growth(results: Results) -> Iterator[str]:
+    for prefix, title in (("growth_batch_", "logical batch"), ("growth_layers_", "trained layers")):
+        chosen = {int(n.removeprefix(prefix)): r for n, r in results.items() if n.startswith(prefix)
+                  and not n.endswith("_gpu")}  # fmt: skip
+        if chosen:
+            yield f"## Growth with {title}\n"
+            yield table(
+                [title, "d", "`dc_sgd_e`, ms per example", "× plain", "peak memory, MB"],
+                [
+                    [f"{k:,}", f"{r['trained']:,}", f"{1000 * ours['seconds'] / r['batch']:.2f}",
+                     f"{ours['ratio']:.2f}", f"{ours['peak_bytes'] / 1e6:.1f}"]
+                    for k, r in sorted(chosen.items())
+                    for ours in [r["variants"]["dc_sgd_e"]]
+                ],
+            )  # fmt: skip
+
+
+def _parts(results: Results) -> Iterator[str]:
+    chosen = {name: r for name, r in results.items() if r["kind"] == "parts"}
+    if chosen:
+        parts = list(next(iter(chosen.values()))["shares"])
+        yield "## Where the time of a private step goes\n"
+        yield table(
+            ["model", "trained", *parts],
+            [
+                [MODELS[r["model"]], _trained(r), *(f"{100 * r['shares'][part]:.1f}%" for part in parts)]
+                for r in chosen.values()
+            ],
+        )
+
+
+def _strategies(results: Results) -> Iterator[str]:
+    if "strategies" in results:
+        found = results["strategies"]["variants"]
+        yield "## Strategies, one step against `fixed`\n"
+        yield table(list(found), [[f"{v['ratio']:.3f}" for v in found.values()]])
+
+
+def _collectives(results: Results) -> Iterator[str]:
+    if "collectives" in results:
+        found = results["collectives"]
+        yield f"## Between two processes, per logical batch; (d + b) × 4 = {found['expected_bytes']:,} bytes\n"
+        lines = [[n, f"{r['calls_per_step']:g}", f"{r['bytes_per_step']:,.0f}"] for n, r in found["rows"].items()]
+        yield table(["", "calls", "bytes"], lines)
+
+
+def _missing(results: Results) -> Iterator[str]:
+    names = [name for name in ROWS if name not in results]
+    if names:
+        yield f"## Not measured yet\n\n{', '.join(f'`{name}`' for name in names)}\n"
+
+
+def draw(results: Results) -> Figure:
+    """Draw the ratios of all steps as bars, one group per row of the table."""
+    chosen = sorted((n for n in results if n.startswith("step_") and not n.endswith("_gpu")), key=_order)
+    figure = Figure(figsize=(9.0, 1.4 + 0.75 * len(chosen)), layout="constrained")
+    axes = figure.subplots()
+    for k, (variant, (label, color)) in enumerate(VARIANTS.items()):
+        for place, name in enumerate(chosen):
+            found = results[name]["variants"].get(variant, {})
+            y = place + 0.16 * (k - 2)
+            if "ratio" in found:
+                axes.barh(y, found["ratio"], 0.15, color=color, label=label.strip("`") if place == 0 else None)
+            elif "error" in found:
+                axes.text(0.02, y, f"{label}: fails", va="center", fontsize=6.5, color=color)
+    axes.axvline(1.0, color="#26323d", linewidth=0.8)
+    axes.set_yticks(range(len(chosen)), [_label(results[name]) for name in chosen], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of one step, plain training = 1")
+    axes.spines[["top", "right"]].set_visible(False)
+    if chosen:
+        axes.legend(loc="lower right", fontsize=8, frameon=False)
+    return figure
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    return f"{MODELS[row['model']]}\n{_trained(row).replace('; ', chr(10))}\n{row['batch']} × {row['length']}"
+
+
+def write_page() -> None:
+    """Write page and picture."""
+    results = load()
+    PAGE.write_text(render(results), encoding="utf-8")
+    draw(results).savefig(PICTURE, dpi=110, metadata={"Software": None})

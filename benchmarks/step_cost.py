@@ -193,7 +193,7 @@ def run_parts(row: dict[str, Any]) -> dict[str, Any]:
     step([few(batches)])
     parts = Parts()
     for owner, method, part in (
-        (private, "_check_one_row", "spot checks"),
+        (private, "alone", "spot checks"),
         (private, "losses", "forward"),
         (private.clipper, "norms", "backward and norms"),
         (private.clipper, "accumulate", "clipped sum"),
