@@ -24,16 +24,17 @@ from transformers.trainer_utils import TrainOutput
 from hf_dcsgd.checks.environment import refuse_parallelism, refuse_sharding_environment
 from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, refuse_smoothing_without_config, validate_inputs
+from hf_dcsgd.data.grouping import group_rows
 from hf_dcsgd.data.loading import restack
 from hf_dcsgd.data.rows import Batch, Collator, longest_row, with_rounded_lengths
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
-from hf_dcsgd.privacy.sampling import map_style_length
+from hf_dcsgd.privacy.units import RowsOfUnits
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import checkpoint_to_resume
 from hf_dcsgd.runs.processes import quiet_replica
-from hf_dcsgd.runs.rows import cached_rows, train_dataloader
+from hf_dcsgd.runs.rows import cached_rows, plan_sizes, train_dataloader, usable_rows
 from hf_dcsgd.runs.search_cost import HyperparameterSearch, SearchCost
 from hf_dcsgd.runs.start import agree_on_run, refuse_second_run, start_run
 from hf_dcsgd.step import ExampleLosses, PrivateStep
@@ -104,6 +105,7 @@ class DCSGDTrainer(PublishingTrainer):
         refuse_smoothing_without_config(model, args.label_smoothing_factor)
         self.per_example_loss_func = per_example_loss_func
         self.rows_per_example = rows_per_example
+        self._grouped: tuple[Any, str, RowsOfUnits] | None = None
         self.plan: PrivacyPlan | None = None
         self.step: PrivateStep | None = None
         self._layers = "as_is"
@@ -172,9 +174,18 @@ class DCSGDTrainer(PublishingTrainer):
     def make_plan(self) -> PrivacyPlan:
         """Make the plan for the present arguments, data and model."""
         return self.args.privacy_plan(
-            dataset_size=map_style_length(self.train_dataset),
+            **plan_sizes(self.args, self.train_dataset, self.rows_of_units()),
             num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
+
+    def rows_of_units(self) -> RowsOfUnits | None:
+        """Return which rows are whose, with `privacy_unit`; found once per dataset."""
+        column, data = self.args.privacy_unit, self.train_dataset
+        if column is None:
+            return None
+        if self._grouped is None or self._grouped[0] is not data or self._grouped[1] != column:
+            self._grouped = (data, column, group_rows(data, column, show_progress=not self.args.disable_tqdm))
+        return self._grouped[2]
 
     def make_step(self, trunk: FrozenTrunk | None = None, *, spot_checks: bool = True) -> PrivateStep:
         """Make the private step for the present model, without a mechanism yet; audits switch its spot checks off."""
@@ -210,22 +221,24 @@ class DCSGDTrainer(PublishingTrainer):
             names = self._loss_settings()["label_names"]
             with self.compute_loss_context_manager():
                 rows, collate, cache = cached_rows(
-                    self.args, self.model, rows, collate, label_names=names, make_step=self.make_step
-                )
+                    self.args, plan, self.model, rows, collate, units=self.rows_of_units(),
+                    label_names=names, make_step=self.make_step,
+                )  # fmt: skip
             self._trunk = None if cache is None else cache.trunk
             forward_context = self.compute_loss_context_manager
             # A compiled evaluation would not see that blocks are passed over.
             self._evaluation_cache = None
             if cache is not None and not self.args.torch_compile:
                 self._evaluation_cache = EvaluationCache(cache, forward_context)
-        return train_dataloader(self.args, plan, rows, collate)
+        return train_dataloader(self.args, plan, rows, collate, self.rows_of_units())
 
     def rows_and_collator(self) -> tuple[Any, Collator]:
         """Return the training rows and their collator, both without the columns that the model does not take."""
         collate = with_rounded_lengths(self.data_collator, longest_row(self.processing_class, self.model))
-        if hasattr(self.train_dataset, "column_names"):
-            return self._remove_unused_columns(self.train_dataset, description="training"), collate
-        return self.train_dataset, self._get_collator_with_removed_columns(collate, description="training")
+        rows = usable_rows(self.args, self.train_dataset, self.rows_of_units())
+        if hasattr(rows, "column_names"):
+            return self._remove_unused_columns(rows, description="training"), collate
+        return rows, self._get_collator_with_removed_columns(collate, description="training")
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Batch]], num_batches: int, device: torch.device

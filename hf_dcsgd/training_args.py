@@ -29,12 +29,13 @@ from hf_dcsgd.checks.arguments import (
 from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
-from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
+from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
 from hf_dcsgd.validation import require, require_count
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_EPSILON = 8.0
+DEFAULT_ROWS_PER_UNIT = 4
 
 
 def _option(default: Any, text: str, choices: Collection[str] | None = None) -> Any:
@@ -91,6 +92,25 @@ class DCSGDTrainingArguments(TrainingArguments):
         "rdp",
         "How ε is computed: rdp (Rényi, as in the paper), pld (tighter, slower), or a registered accountant.",
         ACCOUNTANTS,
+    )
+
+    # --- whose privacy
+    privacy_unit: str | None = _option(
+        None,
+        "The column whose values are the units of privacy, such as user_id: what is guaranteed holds for adding or "
+        "removing one of them with all of its rows. N, δ and the batch size then count units, and no model sees the "
+        "column. Default: each row is a unit.",
+    )
+    max_rows_per_unit: int = _option(
+        DEFAULT_ROWS_PER_UNIT,
+        "privacy_unit: how many of its rows, drawn anew each time, a unit enters a step with at most. Its loss is "
+        "their mean. With privacy_unit_clipping=row: how many of its rows are used at all.",
+    )
+    privacy_unit_clipping: str = _option(
+        BY_UNIT,
+        "privacy_unit: what is drawn and clipped. unit: a unit with its rows, as one example. row: row by row, and ε "
+        "is that of a group of max_rows_per_unit rows; for comparison.",
+        UNIT_CLIPPINGS,
     )
 
     # --- clipping
@@ -207,8 +227,14 @@ class DCSGDTrainingArguments(TrainingArguments):
             as_mapping("clipping_options", self.clipping_options) or {}
         )
 
-    def privacy_plan(self, *, dataset_size: int, num_parameters: int) -> PrivacyPlan:
-        """Return the plan of these arguments for this many examples and trainable parameters."""
+    def privacy_plan(self, *, dataset_size: int, num_parameters: int, num_units: int | None = None) -> PrivacyPlan:
+        """Return the plan of these arguments for this many examples and trainable parameters.
+
+        Args:
+            dataset_size: How many examples can be drawn: rows, or units where these are clipped.
+            num_parameters: How many numbers are trained.
+            num_units: How many units of privacy there are, with `privacy_unit`.
+        """
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             require_count(name, getattr(self, name))
         if self.max_steps == 0:
@@ -243,7 +269,15 @@ class DCSGDTrainingArguments(TrainingArguments):
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             unsafe_noise_seed=self.unsafe_noise_seed,
             opt_outs=(RAW_TRAIN_LOSS,) if self.log_train_loss == "raw" else (),
+            unit=self._unit(num_units),
         )
+
+    def _unit(self, num_units: int | None) -> PrivacyUnit | None:
+        if self.privacy_unit is None:
+            return None
+        require(num_units is not None, f"expected num_units with privacy_unit={self.privacy_unit!r}, got None")
+        assert num_units is not None
+        return PrivacyUnit(self.privacy_unit, num_units, self.max_rows_per_unit, self.privacy_unit_clipping)
 
     def privacy_options(self) -> dict[str, Any]:
         """Return the options that this class adds, by name."""

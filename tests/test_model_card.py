@@ -46,6 +46,7 @@ REPORT: dict[str, Any] = {
         "dataset_size": 104743,
         "expected_batch_size": 256,
         "sampling_rate": 256 / 104743,
+        "privacy_unit": None,
     },
     "noise": {
         "noise_multiplier": 0.48978,

@@ -8,7 +8,7 @@ import pytest
 
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy import accounting
-from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.privacy.plan import PrivacyPlan, PrivacyUnit
 from hf_dcsgd.reporting.plan_table import describe_plan
 
 QNLI = {"dataset_size": 104743, "expected_batch_size": 256, "steps": 2045, "num_parameters": 100_000}
@@ -120,7 +120,10 @@ def test_differences_name_what_changed():
 
 def test_every_number_is_privacy_relevant_but_the_layout():
     ignored = make().to_dict().keys() - make().privacy_dict().keys()
-    assert ignored == {"world_size", "gradient_accumulation_steps", "settings"}
+    assert ignored == {"world_size", "gradient_accumulation_steps", "settings", "unit"}
+    of_unit = make(unit=PrivacyUnit("user_id", make().dataset_size, 4)).privacy_dict()
+    assert of_unit.items() >= {"privacy_unit_column": "user_id", "privacy_unit_max_rows": 4}.items()
+    assert PrivacyPlan.from_privacy_dict(of_unit).unit == PrivacyUnit("user_id", make().dataset_size, 4)
 
 
 def test_what_voids_the_guarantee_is_said():

@@ -44,7 +44,7 @@ def test_the_options_are_those_that_were_promised() -> None:
         histogram_bins histogram_range histogram_noise_multiplier andrew_learning_rate andrew_count_noise_std du_decay
         auto_clip_gamma clipping_options trainable_layers trunk_cache
         trunk_cache_dir trunk_cache_dtype earlier_spending log_train_loss loss_clip
-        loss_noise_multiplier unsafe_noise_seed"""
+        loss_noise_multiplier unsafe_noise_seed privacy_unit max_rows_per_unit privacy_unit_clipping"""
     assert {field.name for field in own_fields()} == set(promised.split())
     clipping = next(field for field in own_fields() if field.name == "clipping")
     assert list(clipping.metadata["choices"]) == list(STRATEGIES)

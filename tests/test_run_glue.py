@@ -555,3 +555,38 @@ def test_faults_of_ours_keep_their_traceback() -> None:
 
     with pytest.raises(ValueError, match="not for the user"):
         exit_code_of(fault)
+
+
+def test_whole_persons_from_a_csv(tmp_path: Path, tiny_bert: str) -> None:
+    rows = [{**row, "user_id": f"person-{k % 12}"} for k, row in enumerate(message_rows() * 2)]
+    train = write_rows(rows, tmp_path / "train.csv")
+    code = call(
+        model_name_or_path=tiny_bert, train_file=train, privacy_unit="user_id", max_rows_per_unit=2,
+        per_device_train_batch_size=4, output_dir=tmp_path / "out", do_train=True,
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads((tmp_path / "out" / "privacy_report.json").read_text())
+    assert report["sampling"]["privacy_unit"] == {
+        "column": "user_id", "count": 12, "max_rows": 2, "clipping": "unit",
+    }  # fmt: skip
+    assert report["sampling"]["dataset_size"] == 12
+    assert "for adding or removing any one user_id with all of its rows" in report["guarantee"]["sentence"]
+    for path in (tmp_path / "out").rglob("*"):
+        assert not path.is_file() or b"person-" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    ("cells", "column", "message"),
+    [("a,", "user_id", "column 'user_id' is empty in some rows"), ("a,b", "author", "no such column")],
+)
+def test_owners_that_are_missing(
+    tmp_path: Path, tiny_bert: str, cells: str, column: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text(
+        "text,label,user_id\n" + "\n".join(f"some text,{k % 2},{c}" for k, c in enumerate(cells.split(",")))
+    )
+    assert call(
+        model_name_or_path=tiny_bert, train_file=path, privacy_unit=column, output_dir=tmp_path / "out", do_train=True
+    )
+    assert message in capsys.readouterr().err

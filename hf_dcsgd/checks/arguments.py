@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, MAX_NOISE_MULTIPLIER
+from hf_dcsgd.privacy.plan import UNIT_CLIPPINGS
 from hf_dcsgd.validation import require, require_count, require_fraction, require_kind, require_positive
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ _BUDGET: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
     "trunk_cache_dir": (str, lambda name, value: None),
     "trunk_cache_dtype": (str, functools.partial(_one_of, TRUNK_CACHE_DTYPES)),
     "earlier_spending": (str, functools.partial(_one_of, EARLIER_SPENDING_CHOICES)),
+    "privacy_unit": (str, lambda name, value: require(bool(value), f"expected a column for {name}, got {value!r}")),
+    "max_rows_per_unit": (int, require_count),
+    "privacy_unit_clipping": (str, functools.partial(_one_of, UNIT_CLIPPINGS)),
     "loss_clip": (float, require_positive),
     "loss_noise_multiplier": (float, require_positive),
     "unsafe_noise_seed": (int, functools.partial(require_count, minimum=0)),

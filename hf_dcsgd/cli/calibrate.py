@@ -1,9 +1,11 @@
 """`hf-dcsgd calibrate`: the noise that a run needs."""
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.cli.shared import (
     Subparsers,
@@ -16,6 +18,10 @@ from hf_dcsgd.cli.shared import (
 )
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.reporting.format import rounded_up
+from hf_dcsgd.validation import require
+
+if TYPE_CHECKING:
+    from hf_dcsgd.privacy.plan import PrivacyUnit
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -29,7 +35,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "takes a share of it, and the gradient gets noise of multiplier σ_T for the rest:\n"
         "1/σ² = 1/σ_T² + 1/σ_H². Both together cost what σ alone would cost.",
         epilog="example (QNLI, as in the paper):\n"
-        "  hf-dcsgd calibrate --epsilon 2 --dataset-size 104743 --batch-size 256 --epochs 5",
+        "  hf-dcsgd calibrate --epsilon 2 --dataset-size 104743 --batch-size 256 --epochs 5\n"
+        "persons with several rows, clipped as a whole or row by row:\n"
+        "  hf-dcsgd calibrate --epsilon 8 --dataset-size 60000 --units 20000 --rows-per-unit 3 \\\n"
+        "      --batch-size 256 --epochs 5",
     )
     add_budget_arguments(parser)
     add_training_arguments(parser)
@@ -52,6 +61,19 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="JSON",
         help="options of that strategy, such as '{\"histogram_noise_multiplier\": 6}'",
     )
+    parser.add_argument(
+        "--units",
+        type=int,
+        metavar="U",
+        help="number of units of privacy that the rows belong to (privacy_unit): their noise, by PLD, for clipping "
+        "units as a whole and for clipping row by row, at the same B and T; epochs and δ count units",
+    )
+    parser.add_argument(
+        "--rows-per-unit",
+        type=int,
+        metavar="K",
+        help="max_rows_per_unit; K rows of each unit are used with row clipping",
+    )
     add_json_argument(parser)
 
 
@@ -68,6 +90,13 @@ def _mapping(text: str) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.privacy.accounting import ACCOUNTANTS
 
+    require(
+        (arguments.units is None) == (arguments.rows_per_unit is None),
+        "expected both or neither of --units and --rows-per-unit, got "
+        f"{arguments.units} and {arguments.rows_per_unit}",
+    )
+    if arguments.units is not None:
+        return _run_for_units(arguments)
     _, steps, delta = training_figures(arguments)
     result = _calibrated(arguments, arguments.accountant, steps, delta)
     other = next(name for name in ACCOUNTANTS if name != arguments.accountant)
@@ -85,7 +114,39 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _calibrated(arguments: argparse.Namespace, accountant: str, steps: int, delta: float) -> dict[str, Any]:
+def _run_for_units(arguments: argparse.Namespace) -> int:
+    """Calibrate both ways to protect a unit of several rows, and say which needs less noise."""
+    from hf_dcsgd.privacy.plan import UNIT_CLIPPINGS, PrivacyUnit
+
+    rows, most = arguments.dataset_size, arguments.rows_per_unit
+    require(arguments.units <= rows, f"expected --units <= --dataset-size, got {arguments.units} and {rows}")
+    arguments.dataset_size = arguments.units
+    _, steps, delta = training_figures(arguments)
+    result: dict[str, Any] = {}
+    for clipping in UNIT_CLIPPINGS:
+        unit = PrivacyUnit("unit", arguments.units, most, clipping)
+        arguments.dataset_size = min(rows, arguments.units * most) if unit.by_row else arguments.units
+        result[clipping] = _calibrated(arguments, "pld", steps, delta, unit)
+    sigmas = {clipping: found["noise_multiplier"] for clipping, found in result.items()}
+    result["smaller"] = min(sigmas, key=sigmas.__getitem__)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    print(
+        f"(ε = {arguments.epsilon:g}, δ = {delta:.4g})-DP for adding or removing one of {arguments.units} units with "
+        f"all of its rows\nT = {steps} steps, B = {arguments.batch_size}, at most {most} rows of a unit, by PLD\n"
+    )
+    for clipping, found in result.items():
+        if clipping in UNIT_CLIPPINGS:
+            shown = f"privacy_unit_clipping={clipping}"
+            print(f"{shown:28}q = {found['sampling_rate']:<12.6g}σ = {_figure(found['noise_multiplier'])}")
+    print(f"\nprivacy_unit_clipping={result['smaller']} needs less noise")
+    return 0
+
+
+def _calibrated(
+    arguments: argparse.Namespace, accountant: str, steps: int, delta: float, unit: PrivacyUnit | None = None
+) -> dict[str, Any]:
     from hf_dcsgd.privacy.plan import PrivacyPlan
 
     try:
@@ -99,6 +160,7 @@ def _calibrated(arguments: argparse.Namespace, accountant: str, steps: int, delt
             accountant=accountant,
             clipping=arguments.clipping,
             settings=arguments.clipping_options,
+            unit=unit,
         )
     except TypeError as error:  # an option of the wrong kind
         raise ValueError(str(error)) from error

@@ -11,12 +11,14 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import seed_worker
 
 from hf_dcsgd.data.rows import Batch, Collator, RowCollator, fetch_row, stack
+from hf_dcsgd.data.units import UNIT_ENTRY, UnitCollator, stack_units
 from hf_dcsgd.privacy.randomness import secret_seed
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
+from hf_dcsgd.privacy.units import UnitBatchSampler
 
 
 class _RowByRow(Dataset):
-    """Fetches each drawn row by itself, whatever the dataset would do with a list of indices."""
+    """Fetches each drawn row by itself, whatever the dataset would do with a list of indices; a unit as its rows."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -24,7 +26,9 @@ class _RowByRow(Dataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | list[int]) -> Any:
+        if isinstance(index, list):
+            return [fetch_row(self._rows, row) for row in index]
         return fetch_row(self._rows, index)
 
 
@@ -36,14 +40,14 @@ def poisson_dataloader(
     Args:
         rows: A map-style dataset.
         sampler: Decides which rows are drawn, and their split into micro-batches.
-        collate: Any data collator; it sees one row at a time.
+        collate: Any data collator; it sees one row at a time, or the rows of one unit.
         rank: The index of this process, for the seeds of its workers.
         options: Further arguments of `DataLoader`, such as `num_workers`.
     """
     return DataLoader(
         _RowByRow(rows),
         batch_sampler=sampler,
-        collate_fn=RowCollator(collate),
+        collate_fn=UnitCollator(collate) if isinstance(sampler, UnitBatchSampler) else RowCollator(collate),
         generator=None if sampler.unsafe_seed is not None else torch.Generator().manual_seed(secret_seed()),
         worker_init_fn=partial(seed_worker, num_workers=options.get("num_workers", 0), rank=rank),
         **options,
@@ -52,5 +56,7 @@ def poisson_dataloader(
 
 def restack(micro_batches: Sequence[list[Batch]], largest: int) -> list[list[Batch]]:
     """Spread a whole logical batch anew over its micro-batches, so that stacks are as full as `largest` allows."""
-    stacks = stack((batch for micro_batch in micro_batches for batch in micro_batch), largest)
+    batches = [batch for micro_batch in micro_batches for batch in micro_batch]
+    has_units = any(UNIT_ENTRY in batch for batch in batches)
+    stacks = stack_units(batches, largest) if has_units else stack(batches, largest)
     return [stacks[k :: len(micro_batches)] for k in range(len(micro_batches))]

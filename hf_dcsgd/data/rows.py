@@ -66,19 +66,27 @@ class RowCollator:
                 "at a time: what depends on several rows cannot be private."
             )
             raise
-        if not isinstance(batch, Mapping):
-            raise TypeError(f"expected data_collator to return a mapping of tensors, got {type(batch).__name__}")
-        return {name: _checked_entry(name, value) for name, value in batch.items()}
+        return checked_batch(batch, 1)
 
 
-def _checked_entry(name: str, value: Any) -> Any:
+def checked_batch(batch: Any, rows: int) -> Batch:
+    """Return what a collator made of this many rows, if it has an entry for each of them."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected data_collator to return a mapping of tensors, got {type(batch).__name__}")
+    return {name: _checked_entry(name, value, rows) for name, value in batch.items()}
+
+
+def _checked_entry(name: str, value: Any, rows: int) -> Any:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     if isinstance(value, Tensor | list | tuple):
-        if len(value) != 1:
+        if len(value) != rows:
+            wanted = (
+                f"one entry of {name!r} for one row" if rows == 1 else f"{rows} entries of {name!r} for {rows} rows"
+            )
             raise ValueError(
-                f"expected data_collator to give one entry of {name!r} for one row, got {len(value)}: rows may not be "
-                "dropped, repeated or packed together"
+                f"expected data_collator to give {wanted}, got {len(value)}: rows may not be dropped, repeated or "
+                "packed together"
             )
         return value if isinstance(value, Tensor) else list(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -92,9 +100,9 @@ def stack(batches: Iterable[Batch], largest: int | None = None) -> list[Batch]:
     """Join batches whose rows have the same shapes; cut what is then larger than `largest` rows into even parts."""
     groups: dict[Hashable, list[Batch]] = {}
     for batch in batches:
-        groups.setdefault(_shape_key(batch), []).append(batch)
-    joined = [_joined(group) for group in groups.values()]
-    return joined if largest is None else [part for batch in joined for part in _cut(batch, largest)]
+        groups.setdefault(shape_key(batch), []).append(batch)
+    whole = [joined(group) for group in groups.values()]
+    return whole if largest is None else [part for batch in whole for part in _cut(batch, largest)]
 
 
 def batch_length(batch: Mapping[str, Any]) -> int:
@@ -137,7 +145,8 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
-def _shape_key(batch: Batch) -> Hashable:
+def shape_key(batch: Batch) -> Hashable:
+    """Return what batches must have in common to be joined."""
     return tuple(
         (name, value.dtype, value.shape[1:])
         if isinstance(value, Tensor)
@@ -148,7 +157,8 @@ def _shape_key(batch: Batch) -> Hashable:
     )
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def joined(batches: list[Batch]) -> Batch:
+    """Join batches of one shape."""
     if len(batches) == 1:
         return batches[0]
     first = batches[0]

@@ -1,5 +1,9 @@
 """Stacks whose examples have several rows: an entry of the stack says which rows are one unit of privacy.
 
+**Guarantee.** What a unit contributes to a stack is a function of its own drawn rows alone (and of fresh randomness):
+each row is fetched by itself, the collator is handed the rows of one unit, and units share a stack only where the
+tensors of their rows have the same shapes anyway. A unit is never cut.
+
 | stack                | example                                                                                |
 |----------------------|----------------------------------------------------------------------------------------|
 | without `UNIT_ENTRY` | one row                                                                                |
@@ -8,17 +12,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_dcsgd.data.rows import Batch, batch_length, take_row, take_rows
+from hf_dcsgd.data.rows import Batch, Collator, batch_length, checked_batch, joined, shape_key, take_row, take_rows
 from hf_dcsgd.ghost.units import Units
 
 UNIT_ENTRY = "unit_of_row (private)"
+
+
+class UnitCollator:
+    """Collates the rows of each unit by themselves; a class, so that worker processes can receive it."""
+
+    def __init__(self, collate: Collator) -> None:
+        self._collate = collate
+
+    def __call__(self, units: Sequence[Sequence[Any]]) -> list[Batch]:
+        return [self.alone(rows) for rows in units]
+
+    def alone(self, rows: Sequence[Any]) -> Batch:
+        """Collate the rows of one unit into a stack of one example."""
+        try:
+            batch = self._collate(list(rows))
+        except Exception as error:
+            error.add_note(
+                f"Raised by the data collator for {len(rows)} rows of one unit of privacy. It is handed the rows of "
+                "one unit at a time, and must give them the same shapes: pad them to the longest."
+            )
+            raise
+        return {**checked_batch(batch, len(rows)), UNIT_ENTRY: torch.zeros(len(rows), dtype=torch.long)}
+
+
+def stack_units(units: Iterable[Batch], largest: int) -> list[Batch]:
+    """Join units whose rows have the same shapes into stacks of at most `largest` rows, or of one unit.
+
+    Units with as many rows as each other come together: what is missing in the shorter ones costs time.
+    """
+    groups: dict[Hashable, list[Batch]] = {}
+    for unit in sorted(units, key=batch_length):
+        groups.setdefault(shape_key(unit), []).append(unit)
+    return [_joined_units(part) for group in groups.values() for part in _parts(group, largest)]
+
+
+def _parts(units: list[Batch], largest: int) -> Iterator[list[Batch]]:
+    part: list[Batch] = []
+    rows = 0
+    for unit in units:
+        if part and rows + batch_length(unit) > largest:
+            yield part
+            part, rows = [], 0
+        part.append(unit)
+        rows += batch_length(unit)
+    yield part
+
+
+def _joined_units(units: list[Batch]) -> Batch:
+    sizes = torch.tensor([batch_length(unit) for unit in units])
+    return {**joined(units), UNIT_ENTRY: torch.arange(len(units)).repeat_interleave(sizes)}
 
 
 def count_examples(batch: Mapping[str, Any]) -> int:

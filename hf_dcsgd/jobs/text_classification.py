@@ -40,11 +40,11 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     set_up(training_args)
     checkpoint = checkpoint_to_resume(training_args, new_run=data_args.new_run)
     with training_args.main_process_first(desc="loading the data"):
-        data = load_text_data(data_args, model_args.cache_dir)
+        data = load_text_data(data_args, model_args.cache_dir, training_args.privacy_unit)
     wanted = wanted_splits(data, training_args)
     tokenizer, model = load_model(model_args, data.task)
     with training_args.main_process_first(desc="tokenizing"):
-        splits = {name: tokenized(data, name, tokenizer, data_args) for name in wanted}
+        splits = {name: tokenized(data, name, tokenizer, data_args, training_args.privacy_unit) for name in wanted}
     trainer = build_trainer(model, tokenizer, data.task, splits, data_args, training_args)
     results: dict[str, float] = {}
     if training_args.do_train:

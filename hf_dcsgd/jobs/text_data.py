@@ -34,8 +34,13 @@ class TextData:
         return [name for name in self.splits if name.split("_")[0] == kind]
 
 
-def load_text_data(args: DataTrainingArguments, cache_dir: str | None = None) -> TextData:
-    """Load a GLUE task from a folder or the Hub, files of the user's own, or a task whose splits files replace."""
+def load_text_data(
+    args: DataTrainingArguments, cache_dir: str | None = None, privacy_unit: str | None = None
+) -> TextData:
+    """Load a GLUE task from a folder or the Hub, files of the user's own, or a task whose splits files replace.
+
+    `privacy_unit` is a column of the training data that says whose a row is; it is no text.
+    """
     glue = None if args.task_name is None else find_task(args.task_name)
     subset = glue.subsets[0] if glue else ""
     files = {"train": args.train_file, f"validation{subset}": args.validation_file, f"test{subset}": args.test_file}
@@ -45,11 +50,13 @@ def load_text_data(args: DataTrainingArguments, cache_dir: str | None = None) ->
         splits = read_glue_folder(glue, Path(args.glue_dir)) | splits
     elif glue is not None and not splits:
         splits = _from_hub(glue, cache_dir)
-    task = _own_task(args, splits) if glue is None else replace(glue, label=args.label_column or "label")
+    task = _own_task(args, splits, privacy_unit) if glue is None else replace(glue, label=args.label_column or "label")
     if args.text_column is not None:
         pair = () if args.text_pair_column is None else (args.text_pair_column,)
         task = replace(task, texts=(args.text_column, *pair))
     _require_columns(splits, task)
+    if privacy_unit is not None and "train" in splits:
+        _require_owners(splits["train"], privacy_unit)
     return TextData(splits, task if glue is not None else _with_labels(task, args, splits))
 
 
@@ -85,23 +92,23 @@ def _innermost(error: BaseException) -> str:
 # --- columns and labels ----------------------------------------------------------------------------------------------
 
 
-def _own_task(args: DataTrainingArguments, splits: dict[str, Dataset]) -> Task:
+def _own_task(args: DataTrainingArguments, splits: dict[str, Dataset], privacy_unit: str | None) -> Task:
     """Find the columns of the user's own files by their names."""
     rows = next(iter(splits.values()))
     label = args.label_column or _first_present(LABELS, rows.column_names)
     if label is None and any(not split.startswith("test") for split in splits):
         raise UserError(f"no label column found (columns: {', '.join(rows.column_names)}); give --label_column")
-    return Task("own", "", () if args.text_column else _find_texts(rows, label), label=label)
+    return Task("own", "", () if args.text_column else _find_texts(rows, (label, privacy_unit)), label=label)
 
 
-def _find_texts(rows: Dataset, label: str | None) -> tuple[str, ...]:
+def _find_texts(rows: Dataset, others: tuple[str | None, ...]) -> tuple[str, ...]:
     for pair in TEXT_PAIRS:
         if set(pair) <= set(rows.column_names):
             return pair
     known = _first_present(TEXTS, rows.column_names)
     if known is not None:
         return (known,)
-    kinds = {name: getattr(kind, "dtype", None) for name, kind in rows.features.items() if name != label}
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in rows.features.items() if name not in others}
     strings = tuple(name for name, kind in kinds.items() if kind in ("string", "large_string"))
     if len(strings) in (1, 2):
         return strings
@@ -124,6 +131,16 @@ def _require_columns(splits: dict[str, Dataset], task: Task) -> None:
                 f"no column {missing[0]!r} in the {split} data (columns: {', '.join(rows.column_names)}); name the "
                 "right one by --text_column, --text_pair_column or --label_column"
             )
+
+
+def _require_owners(rows: Dataset, privacy_unit: str) -> None:
+    if privacy_unit not in rows.column_names:
+        raise UserError(
+            f"--privacy_unit {privacy_unit}: no such column in the training data (columns: "
+            f"{', '.join(rows.column_names)})"
+        )
+    if "" in rows.unique(privacy_unit):  # what an empty field of a file is read as
+        raise UserError(f"column {privacy_unit!r} is empty in some rows of the training data; take them out")
 
 
 def _with_labels(task: Task, args: DataTrainingArguments, splits: dict[str, Dataset]) -> Task:
@@ -153,8 +170,13 @@ def _classification(task: Task, labels: Sequence[Any]) -> Task:
 # --- tokenized -------------------------------------------------------------------------------------------------------
 
 
-def tokenized(data: TextData, split: str, tokenizer: Any, args: DataTrainingArguments) -> Dataset:
-    """Return as much of a split as is asked for, as the model takes it, with a `label` where the split has labels."""
+def tokenized(
+    data: TextData, split: str, tokenizer: Any, args: DataTrainingArguments, privacy_unit: str | None = None
+) -> Dataset:
+    """Return as much of a split as is asked for, as the model takes it, with a `label` where the split has labels.
+
+    Training rows keep the column that says whose they are.
+    """
     task, rows = data.task, data.splits[split]
     limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
     limit = limits[split.split("_")[0]]
@@ -180,7 +202,7 @@ def tokenized(data: TextData, split: str, tokenizer: Any, args: DataTrainingArgu
     return rows.map(
         prepare,
         batched=True,
-        remove_columns=rows.column_names,
+        remove_columns=[name for name in rows.column_names if split != "train" or name != privacy_unit],
         load_from_cache_file=not args.overwrite_cache,
         desc=f"tokenizing {split}",
     )

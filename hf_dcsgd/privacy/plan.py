@@ -21,8 +21,41 @@ ZERO_NOISE = "zero_noise"
 UNSAFE_NOISE_SEED = "unsafe_noise_seed"
 RAW_TRAIN_LOSS = "raw_train_loss"
 
+# What is drawn and clipped where a unit of privacy has several rows: the unit as a whole, or each of its rows.
+BY_UNIT, BY_ROW = "unit", "row"
+UNIT_CLIPPINGS = (BY_UNIT, BY_ROW)
+
+_UNIT_PREFIX = "privacy_unit_"  # of its numbers where a plan is flat
+
 # How the work is spread over processes; the mechanism is the same for any of them.
 _LAYOUT_FIELDS = ("world_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class PrivacyUnit:
+    """What is protected where it is more than a row: all rows with one value in a column.
+
+    Args:
+        column: The name of that column.
+        count: How many different values it has; public.
+        max_rows: How many of its rows a unit takes part with at most: in each step, or with `by_row` at all.
+        clipping: "unit" or "row".
+    """
+
+    column: str
+    count: int
+    max_rows: int
+    clipping: str = BY_UNIT
+
+    def __post_init__(self) -> None:
+        require_count("num_units", self.count)
+        require_count("max_rows_per_unit", self.max_rows)
+        require(self.clipping in UNIT_CLIPPINGS, f"expected privacy_unit_clipping unit or row, got {self.clipping!r}")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows are drawn and clipped one by one, and a unit is a group of `max_rows` of them."""
+        return self.clipping == BY_ROW
 
 
 @dataclass(frozen=True)
@@ -45,6 +78,7 @@ class PrivacyPlan:
     gradient_accumulation_steps: int = 1
     unsafe_noise_seed: int | None = None
     opt_outs: tuple[str, ...] = ()
+    unit: PrivacyUnit | None = None
 
     def __post_init__(self) -> None:
         _require_sizes(self.dataset_size, self.expected_batch_size, self.steps)
@@ -59,6 +93,11 @@ class PrivacyPlan:
         require(not clash, f"expected settings with other names than a plan's own, got {', '.join(sorted(clash))}")
         object.__setattr__(self, "settings", strategy(self.clipping).checked(self.settings))
         object.__setattr__(self, "opt_outs", tuple(self.opt_outs))
+        if isinstance(self.unit, Mapping):
+            object.__setattr__(self, "unit", PrivacyUnit(**self.unit))
+        if self.unit is not None:
+            fits = self.dataset_size >= self.unit.count if self.unit.by_row else self.dataset_size == self.unit.count
+            require(fits, f"expected a dataset_size for {self.unit.count} units, got {self.dataset_size}")
         self._require_loss()
         if self.noise_multiplier == 0:
             require(ZERO_NOISE in self.opt_outs, f"expected {ZERO_NOISE!r} in opt_outs with noise_multiplier 0")
@@ -100,17 +139,18 @@ class PrivacyPlan:
         gradient_accumulation_steps: int = 1,
         unsafe_noise_seed: int | None = None,
         opt_outs: Sequence[str] = (),
+        unit: PrivacyUnit | None = None,
     ) -> PrivacyPlan:
         """Make a plan with every default resolved.
 
         Args:
-            dataset_size: N, the number of training examples.
+            dataset_size: N, the number of training examples: rows, or units that are clipped as a whole.
             expected_batch_size: B, the expected number of examples of a logical batch; q = B/N.
             steps: How many steps will be taken at most.
             num_parameters: How many numbers the gradient has.
             target_epsilon: ε of the whole run, to which σ is calibrated. Give this or `noise_multiplier`.
             noise_multiplier: σ itself.
-            target_delta: δ; 1/N by default.
+            target_delta: δ; one over the number of units of privacy by default.
             accountant: Name of the accountant (`register_accountant`).
             clipping: Name of the clipping strategy (`register_strategy`).
             settings: Options of that strategy; those left out, or None, get their defaults.
@@ -120,6 +160,7 @@ class PrivacyPlan:
             gradient_accumulation_steps: The number of micro-batches of a logical batch on each process.
             unsafe_noise_seed: Makes noise and sampling repeatable, which voids the guarantee.
             opt_outs: Names of what else voids it.
+            unit: What is protected, where it is more than a row.
         """
         _require_sizes(dataset_size, expected_batch_size, steps)
         chosen = strategy(clipping)
@@ -127,7 +168,8 @@ class PrivacyPlan:
             (target_epsilon is None) != (noise_multiplier is None),
             f"expected either target_epsilon or noise_multiplier, got {target_epsilon} and {noise_multiplier}",
         )
-        delta = 1 / dataset_size if target_delta is None else target_delta
+        protected = dataset_size if unit is None else unit.count
+        delta = 1 / protected if target_delta is None else target_delta
         sigma = noise_multiplier
         if sigma is None:
             assert target_epsilon is not None
@@ -137,6 +179,7 @@ class PrivacyPlan:
                 sampling_rate=expected_batch_size / dataset_size,
                 steps=steps,
                 accountant=accountant,
+                group_size=unit.max_rows if unit is not None and unit.by_row else 1,
             )
         require_non_negative("noise_multiplier", sigma)
         if loss_clip is not None and loss_noise_multiplier is None:
@@ -160,6 +203,7 @@ class PrivacyPlan:
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 unsafe_noise_seed=unsafe_noise_seed,
                 opt_outs=tuple(dict.fromkeys([*opt_outs, *voided])),
+                unit=unit,
             )
         except accounting.NothingLeftForGradientError as error:
             if target_epsilon is None:
@@ -169,6 +213,26 @@ class PrivacyPlan:
                 f"the gradient: {error}. Raise target_epsilon, train on more examples or for fewer steps, or set a "
                 "larger multiplier"
             ) from error
+
+    @property
+    def draws_units(self) -> bool:
+        """Whether units of several rows are drawn and clipped as a whole."""
+        return self.unit is not None and not self.unit.by_row
+
+    @property
+    def protected(self) -> str:
+        """What is added or removed, in words."""
+        return "example" if self.unit is None else f"{self.unit.column} with all of its rows"
+
+    @property
+    def group_size(self) -> int:
+        """How many examples that are drawn one by one belong to a unit of privacy, at most."""
+        return self.unit.max_rows if self.unit is not None and self.unit.by_row else 1
+
+    @property
+    def num_units(self) -> int:
+        """How many units of privacy there are; public."""
+        return self.dataset_size if self.unit is None else self.unit.count
 
     @property
     def sampling_rate(self) -> float:
@@ -193,14 +257,12 @@ class PrivacyPlan:
 
         `grid_scale` > 1 makes the PLD accountant quicker and its upper bound a little looser, for curves and logs.
         """
-        return accounting.epsilon_spent(
-            noise_multiplier=self.noise_multiplier,
-            sampling_rate=self.sampling_rate,
-            steps=self.steps if steps is None else steps,
-            delta=self.delta,
-            accountant=accountant or self.accountant,
-            grid_scale=grid_scale,
-        )
+        run = self.accounted(self.steps if steps is None else steps)
+        return accounting.composed_epsilon([run], self.delta, accountant or self.accountant, grid_scale)
+
+    def accounted(self, steps: int) -> accounting.AccountedRun:
+        """Return what an accountant needs to know of this many charged steps."""
+        return accounting.AccountedRun(self.noise_multiplier, self.sampling_rate, steps, self.group_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan JSON-able; `from_dict` gives the same plan back."""
@@ -217,7 +279,18 @@ class PrivacyPlan:
         """Return, flat and JSON-able, what must not change when a run is resumed: the ledger's header."""
         values = self.to_dict()
         settings = values.pop("settings")
+        unit = values.pop("unit") or {}
+        values |= {f"{_UNIT_PREFIX}{name}": value for name, value in unit.items()}
         return {key: value for key, value in {**values, **settings}.items() if key not in _LAYOUT_FIELDS}
+
+    @classmethod
+    def from_privacy_dict(cls, values: Mapping[str, Any]) -> PrivacyPlan:
+        """Return the plan that `privacy_dict` described: what is no field of a plan is a setting of its strategy."""
+        names = {field.name for field in fields(cls)}
+        unit = {key.removeprefix(_UNIT_PREFIX): value for key, value in values.items() if key.startswith(_UNIT_PREFIX)}
+        own = {key: value for key, value in values.items() if key in names}
+        settings = {k: v for k, v in values.items() if k not in names and not k.startswith(_UNIT_PREFIX)}
+        return cls.from_dict({**own, "settings": settings, "unit": unit or None})
 
     def differences(self, other: PrivacyPlan) -> dict[str, tuple[Any, Any]]:
         """Return privacy-relevant values that differ, as (own, other's); the number of processes is none."""

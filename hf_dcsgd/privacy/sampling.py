@@ -120,14 +120,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def draw(self) -> np.ndarray:
         """Makes one Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
         shard_size = len(range(self.rank, self.dataset_size, self.world_size))
-        return self.rank + self.world_size * bernoulli_positions(self._random(), shard_size, self.sampling_rate)
+        return self.rank + self.world_size * bernoulli_positions(self.generator(), shard_size, self.sampling_rate)
 
     def split(self, draw: Sequence[int] | np.ndarray) -> list[list[int]]:
         """Cuts the draw into `gradient_accumulation_steps` lists whose sizes differ by at most one."""
         indices = np.asarray(draw, dtype=np.int64)
         return [part.tolist() for part in np.array_split(indices, self.gradient_accumulation_steps)]
 
-    def _random(self) -> np.random.Generator:
+    def generator(self) -> np.random.Generator:
+        """Returns this rank's secret generator, of this process alone."""
         if self._generator is None:
             if self.unsafe_seed is None:
                 entropy = np.random.SeedSequence(

@@ -18,18 +18,17 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hf_dcsgd.privacy import accounting
-from hf_dcsgd.privacy.ledger import LedgerError, LedgerRun, PrivacyLedger
-from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
+from hf_dcsgd.privacy.plan import PrivacyPlan, PrivacyUnit
 from hf_dcsgd.reporting.earlier import Past
 from hf_dcsgd.reporting.format import parameter_groups, rounded_up
-from hf_dcsgd.reporting.plan_table import opt_out_text
+from hf_dcsgd.reporting.plan_table import describe_unit, opt_out_text
 from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, software_versions
-from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport
+from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport, PrivacyUnitFigures
 from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.runs.search_cost import COST_FILENAME
 from hf_dcsgd.runs.trace import read_trace
@@ -56,7 +55,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
     ledger = PrivacyLedger.read(run_dir)
     run = ledger.runs[-1]
     record = read_run_record(run_dir)
-    plan, notes = _plan_of(run), list(NOTES)
+    plan, notes = PrivacyPlan.from_privacy_dict(run.plan), list(NOTES)
     if record is not None:
         recorded = PrivacyPlan.from_dict(record["plan"])
         if _differs(recorded, plan):
@@ -66,7 +65,9 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
             record = None
         else:
             plan = recorded
-    if plan.delta * plan.dataset_size >= 1:
+    if plan.unit is not None:
+        notes.append(f"Unit of privacy: {describe_unit(plan.unit)}.")
+    if plan.delta * plan.num_units >= 1:
         notes.append("δ is no smaller than 1/N, as in the paper; a smaller one is better practice.")
     notes += _search_notes(Path(run_dir))
     trace = read_trace(run_dir)
@@ -75,7 +76,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
             f"{PrivacyLedger.FILENAME} holds {run.charged} charges, but {len(trace)} steps were released: lines of "
             "the ledger are missing, and what was spent is unknown"
         )
-    past = Past.of([(run, _plan_of(run)) for run in ledger.runs])
+    past = Past.of([(run, PrivacyPlan.from_privacy_dict(run.plan)) for run in ledger.runs])
     return {
         "format": 1,
         "guarantee": _guarantee(plan, run.charged, past),
@@ -92,6 +93,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
             "dataset_size": plan.dataset_size,
             "expected_batch_size": plan.expected_batch_size,
             "sampling_rate": plan.sampling_rate,
+            "privacy_unit": _unit_figures(plan.unit),
         },
         "noise": {
             "noise_multiplier": plan.noise_multiplier,
@@ -117,6 +119,8 @@ def format_spending(report: PrivacyReport) -> str:
     if not guarantee["holds"]:
         return guarantee["sentence"]
     parts = [f"spent: {_bound(budget['epsilon'], budget['delta'])}"]
+    if report["sampling"]["privacy_unit"] is not None:
+        parts[0] += f" to {guarantee['neighboring']}"
     spending = report["earlier_spending"]
     if spending is not None:
         parts.append(
@@ -171,6 +175,12 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
     opt_outs: list[OptOut] = [{"name": name, "text": opt_out_text(name)} for name in plan.opt_outs]
     inherited = past.inherited.runs if past.dismissed is None else ()
     voided = sorted({name for run in inherited for name in run.opt_outs})
+    others = sorted({run.unit or "example" for run in inherited if run.unit != past.this.unit})
+    if others:
+        text = (
+            f"These weights come from a run that protects another unit ({', '.join(others)}), maybe on the same data."
+        )
+        opt_outs.append({"name": "earlier_spending", "text": text})
     if voided:
         text = f"These weights come from a run without a guarantee ({', '.join(voided)}), maybe on the same data."
         opt_outs.append({"name": "earlier_spending", "text": text})
@@ -183,8 +193,8 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
         steps = sum(run.charged for run in inherited) + charged
         sentence = (
             f"The trained model and all that the run logged are (ε = {rounded_up(epsilon)}, δ = "
-            f"{rounded_up(plan.delta)})-differentially private at the level of single training examples: for adding "
-            "or removing any one example, with batches drawn by Poisson sampling, as computed by the "
+            f"{rounded_up(plan.delta)})-differentially private at the level of {_level(plan)}: for adding or removing "
+            f"any one {plan.protected}, with batches drawn by Poisson sampling, as computed by the "
             f"{accountant.upper()} accountant over {steps:,} charged step{'' if steps == 1 else 's'}."
         )
         if inherited:
@@ -202,12 +212,22 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
         "sentence": sentence,
         "epsilon": None if opt_outs else _finite(epsilon),
         "delta": None if opt_outs else plan.delta,
-        "unit": "example",
-        "neighboring": "add or remove one example",
+        "unit": "example" if plan.unit is None else plan.unit.column,
+        "neighboring": f"add or remove one {plan.protected}",
         "sampling": "poisson",
         "accountant": accountant,
         "opt_outs": opt_outs,
     }
+
+
+def _unit_figures(unit: PrivacyUnit | None) -> PrivacyUnitFigures | None:
+    if unit is None:
+        return None
+    return {"column": unit.column, "count": unit.count, "max_rows": unit.max_rows, "clipping": unit.clipping}
+
+
+def _level(plan: PrivacyPlan) -> str:
+    return "single training examples" if plan.unit is None else f"whole {plan.unit.column} values"
 
 
 def _budget(plan: PrivacyPlan, charged: int) -> Budget:
@@ -219,19 +239,13 @@ def _budget(plan: PrivacyPlan, charged: int) -> Budget:
         "target_epsilon": plan.target_epsilon,
         "planned_epsilon": _finite(plan.epsilon()),
         "other_accountant": other,
-        "other_epsilon": _finite(_quick_epsilon(plan, charged, other)),
+        # Of a group of rows, only PLD knows the cost.
+        "other_epsilon": None if plan.group_size > 1 else _finite(_quick_epsilon(plan, charged, other)),
     }
 
 
 def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
-    return accounting.epsilon_spent(
-        noise_multiplier=plan.noise_multiplier,
-        sampling_rate=plan.sampling_rate,
-        steps=steps,
-        delta=plan.delta,
-        accountant=accountant,
-        grid_scale=_GRID_SCALE,
-    )
+    return plan.epsilon(steps, accountant, _GRID_SCALE)
 
 
 def _epsilon_over_steps(plan: PrivacyPlan, charged: int) -> dict[str, list[Any]]:
@@ -285,13 +299,6 @@ def _trajectory(trace: list[dict[str, Any]]) -> dict[str, list[Any]]:
         if any(name in line for line in trace)
     ]
     return {name: [line.get(name) for line in trace] for name in ("step", *names)} if names else {}
-
-
-def _plan_of(run: LedgerRun) -> PrivacyPlan:
-    """Read the plan in a ledger's header, which is flat: what is no field of a plan is a setting of its strategy."""
-    names = {field.name for field in fields(PrivacyPlan)}
-    settings = {name: value for name, value in run.plan.items() if name not in names}
-    return PrivacyPlan.from_dict({**{n: v for n, v in run.plan.items() if n in names}, "settings": settings})
 
 
 def _differs(recorded: PrivacyPlan, charged: PrivacyPlan) -> bool:

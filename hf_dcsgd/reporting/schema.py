@@ -60,6 +60,16 @@ class Sampling(TypedDict):
     dataset_size: int
     expected_batch_size: int
     sampling_rate: float
+    privacy_unit: PrivacyUnitFigures | None
+
+
+class PrivacyUnitFigures(TypedDict):
+    """What is protected where it is more than a row: see `PrivacyUnit`."""
+
+    column: str
+    count: int
+    max_rows: int
+    clipping: str
 
 
 class Noise(TypedDict):

@@ -8,43 +8,77 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_dcsgd.data.grouping import select_rows, without_column
 from hf_dcsgd.data.loading import poisson_dataloader
 from hf_dcsgd.data.rows import Collator, take_only_row
-from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.privacy.sampling import PoissonBatchSampler
+from hf_dcsgd.privacy.plan import BY_ROW, PrivacyPlan
+from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 from hf_dcsgd.trunk.build import TrunkCache, open_cache
 from hf_dcsgd.trunk.check import filled_cache
 from hf_dcsgd.trunk.cut import FrozenTrunk
+from hf_dcsgd.trunk.units import HiddenStatesCollator, RowsWithHiddenStates, collated_units
 
 # Those of `DataLoader` that `TrainingArguments` has, there as `dataloader_*`.
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
-def train_dataloader(args: DCSGDTrainingArguments, plan: PrivacyPlan, rows: Any, collate: Collator) -> DataLoader:
-    """Load this rank's share of the Poisson draws of one epoch."""
-    sampler = PoissonBatchSampler(
-        plan.dataset_size,
-        plan.expected_batch_size,
+def plan_sizes(args: DCSGDTrainingArguments, data: Any, units: RowsOfUnits | None) -> dict[str, Any]:
+    """Return how many examples can be drawn, and how many units of privacy they belong to."""
+    if units is None:
+        return {"dataset_size": map_style_length(data)}
+    by_row = args.privacy_unit_clipping == BY_ROW
+    drawn = len(units.first_rows(args.max_rows_per_unit)) if by_row else len(units)
+    return {"dataset_size": drawn, "num_units": len(units)}
+
+
+def usable_rows(args: DCSGDTrainingArguments, data: Any, units: RowsOfUnits | None) -> Any:
+    """Return the training rows without the column of `privacy_unit`: those that each unit may take part with."""
+    if units is None or args.privacy_unit is None:
+        return data
+    rows = without_column(data, args.privacy_unit)
+    by_row = args.privacy_unit_clipping == BY_ROW
+    return select_rows(rows, units.first_rows(args.max_rows_per_unit)) if by_row else rows
+
+
+def train_dataloader(
+    args: DCSGDTrainingArguments, plan: PrivacyPlan, rows: Any, collate: Collator, units: RowsOfUnits | None = None
+) -> DataLoader:
+    """Load this rank's share of the Poisson draws of one epoch; of `units` where these are drawn."""
+    sampler = poisson_sampler(
+        plan,
+        units,
         steps=plan.dataset_size // plan.expected_batch_size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         rank=args.process_index,
         world_size=plan.world_size,
-        unsafe_seed=plan.unsafe_noise_seed,
     )
     options = {name: getattr(args, f"dataloader_{name}", None) for name in _LOADER_OPTIONS}
     return poisson_dataloader(rows, sampler, collate, rank=args.process_index, **options)
 
 
+def poisson_sampler(plan: PrivacyPlan, units: RowsOfUnits | None = None, **options: Any) -> PoissonBatchSampler:
+    """Make the sampler of a plan: of rows, or of units with their rows. `options` are those of the sampler."""
+    options = {"unsafe_seed": plan.unsafe_noise_seed, **options}
+    if not plan.draws_units:
+        return PoissonBatchSampler(plan.dataset_size, plan.expected_batch_size, **options)
+    assert plan.unit is not None
+    assert units is not None
+    return UnitBatchSampler(units, plan.expected_batch_size, max_rows_per_unit=plan.unit.max_rows, **options)
+
+
 def cached_rows(
     args: DCSGDTrainingArguments,
+    plan: PrivacyPlan,
     model: nn.Module,
     rows: Any,
     collate: Collator,
     *,
     label_names: Sequence[str] | None,
     make_step: Callable[[FrozenTrunk], PrivateStep],
+    units: RowsOfUnits | None = None,
 ) -> tuple[Any, Collator, TrunkCache | None]:
     """Return rows with the hidden states of the frozen trunk in them, if `trunk_cache` asks for it and it can be done.
 
@@ -52,6 +86,7 @@ def cached_rows(
     """
     if args.trunk_cache == "off":
         return rows, collate, None
+    units = units if plan.draws_units else None
     cache = filled_cache(
         lambda: open_cache(
             model,
@@ -69,5 +104,13 @@ def cached_rows(
         rank=args.process_index,
         world_size=args.world_size,
         show_progress=not args.disable_tqdm,
+        units=None if units is None else units.of_rank(args.process_index, args.world_size),
+        collated_units=lambda cache, some: collated_units(
+            RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), some
+        ),
     )
-    return (rows, collate, None) if cache is None else (cache.store, take_only_row, cache)
+    if cache is None:
+        return rows, collate, None
+    if units is None:
+        return cache.store, take_only_row, cache
+    return RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), cache

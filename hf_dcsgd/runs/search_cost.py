@@ -29,6 +29,7 @@ class TrialCost:
     noise_multiplier: float
     sampling_rate: float
     epsilon: float
+    group_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,13 @@ def search_cost(trials: Sequence[tuple[str, DPMechanism]], earlier: SearchCost |
     charged = [
         *(() if earlier is None else earlier.trials),
         *(
-            TrialCost(directory, m.charged, m.plan.noise_multiplier, m.plan.sampling_rate, m.epsilon())
+            TrialCost(
+                directory, m.charged, m.plan.noise_multiplier, m.plan.sampling_rate, m.epsilon(), m.plan.group_size
+            )
             for directory, m in trials
         ),
     ]
-    runs = [AccountedRun(trial.noise_multiplier, trial.sampling_rate, trial.charged_steps) for trial in charged]
+    runs = [AccountedRun(t.noise_multiplier, t.sampling_rate, t.charged_steps, t.group_size) for t in charged]
     delta = min([plan.delta for plan in plans] + ([] if earlier is None else [earlier.delta]))
     accountant = plans[-1].accountant
     voided = [*(() if earlier is None else earlier.opt_outs), *(name for plan in plans for name in plan.opt_outs)]

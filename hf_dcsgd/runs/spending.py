@@ -65,6 +65,8 @@ class SpentRun:
     delta: float
     accountant: str
     opt_outs: tuple[str, ...] = ()
+    unit: str | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         names = (self.run_id, self.clipping, self.accountant)
@@ -73,6 +75,7 @@ class SpentRun:
         require(0 < self.sampling_rate <= 1, f"expected 0 < sampling_rate <= 1, got {self.sampling_rate}")
         require_count("charged", self.charged, minimum=0)
         require_fraction("delta", self.delta)
+        require_count("group_size", self.group_size)
         object.__setattr__(self, "opt_outs", tuple(str(name) for name in self.opt_outs))
 
     @classmethod
@@ -87,6 +90,8 @@ class SpentRun:
             delta=plan.delta,
             accountant=plan.accountant,
             opt_outs=plan.opt_outs,
+            unit=None if plan.unit is None else plan.unit.column,
+            group_size=plan.group_size,
         )
 
 
@@ -106,12 +111,11 @@ class Spending:
         return Spending(tuple(runs.values()))
 
     def epsilon(self, delta: float) -> float:
-        """ε of all these runs on the same data; infinite when one of them has no guarantee."""
-        if any(run.opt_outs for run in self.runs):
+        """ε of all these runs on the same data; infinite when one has no guarantee, or one for another unit."""
+        if any(run.opt_outs for run in self.runs) or len({run.unit for run in self.runs}) > 1:
             return math.inf
-        return composed_epsilon(
-            [AccountedRun(r.noise_multiplier, r.sampling_rate, r.charged) for r in self.runs], delta
-        )
+        runs = [AccountedRun(r.noise_multiplier, r.sampling_rate, r.charged, r.group_size) for r in self.runs]
+        return composed_epsilon(runs, delta, "rdp" if all(run.group_size == 1 for run in runs) else "pld")
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return it as JSON has it."""
@@ -122,7 +126,7 @@ class Spending:
         """Read what `to_list` wrote; ValueError when that cannot be."""
         names = {field.name for field in fields(SpentRun)}
         try:
-            return cls(tuple(SpentRun(**{name: run[name] for name in names}) for run in values))
+            return cls(tuple(SpentRun(**{name: run[name] for name in names & dict(run).keys()}) for run in values))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected a list of private runs, got {str(values)[:200]}: {error}") from error
 

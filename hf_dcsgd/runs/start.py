@@ -15,6 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.data.rows import Collator, RowCollator, fetch_row
+from hf_dcsgd.data.units import UNIT_ENTRY
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
@@ -63,6 +64,8 @@ def start_run(
     step.train()
     with step.randomness():
         row = RowCollator(collate).alone(fetch_row(rows, 0))
+    if plan.draws_units:
+        row[UNIT_ENTRY] = torch.zeros(1, dtype=torch.long)
     with step.forward_context():
         check_before_training(step, row, keep_tokens)
     saved = None if checkpoint is None else read_saved_state(checkpoint)[1]

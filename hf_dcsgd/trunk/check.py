@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_dcsgd.data.rows import stack
+from hf_dcsgd.data.rows import Batch, stack
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.tasks.layer_selection import train_mode
 from hf_dcsgd.trunk.build import TrunkCache, default_cache_dir
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ROWS_TRIED = 4  # of one unit
 # How far losses and norms may differ, by the precision in which hidden states are kept.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -51,26 +52,43 @@ def filled_cache(
 
 
 def fill_and_check(
-    cache: TrunkCache, step: PrivateStep, *, rank: int = 0, world_size: int = 1, show_progress: bool = True
+    cache: TrunkCache,
+    step: PrivateStep,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    show_progress: bool = True,
+    units: Sequence[Sequence[int]] | None = None,
+    collated_units: Callable[[TrunkCache, Sequence[Sequence[int]]], list[Batch]] | None = None,
 ) -> None:
-    """Try a cache on a few rows of this rank, then fill it with all of them."""
-    mine, shard = range(rank, len(cache.store), world_size), f"{rank}-of-{world_size}"
+    """Try a cache on a few rows of this rank, then fill it with all of them.
+
+    Where rows belong to `units`, this rank's are those of its units, and some of these are tried as a whole, too.
+    """
+    shard = f"{rank}-of-{world_size}"
+    mine: Sequence[int] = range(rank, len(cache.store), world_size)
     few = mine[:: max(1, len(mine) // 8)]
+    if units is not None and collated_units is not None:
+        some_units = units[:: max(1, len(units) // 4)][:4]
+        mine = [row for unit in units for row in unit]
+        few = [row for unit in some_units for row in unit[:_ROWS_TRIED]]
     cache.fill(few, shard, show_progress=False)
-    require_same_results(step, [cache.store[index] for index in few])
+    require_same_results(step, stack([cache.store[index] for index in few]))
+    if units is not None and collated_units is not None:
+        require_same_results(step, collated_units(cache, [unit[:_ROWS_TRIED] for unit in some_units]))
     if rank == 0:
         where = "" if cache.folder.parent == default_cache_dir() else f" --cache-dir {cache.folder.parent}"
         print(f"Trunk cache ({cache.size}): {cache.folder}, private; `hf-dcsgd cache rm {cache.folder.name}{where}`")
     cache.fill(mine, shard, show_progress=show_progress and rank == 0)
 
 
-def require_same_results(step: PrivateStep, rows: list[dict[str, Any]]) -> None:
+def require_same_results(step: PrivateStep, stacks: list[Batch]) -> None:
     """Raise `TrunkCacheError` unless losses and norms of some cached rows are those without the cache."""
     was_training = step.model.training
     step.model.eval()
     try:
         with step.randomness(), step.forward_context():
-            for cached in stack(rows):
+            for cached in stacks:
                 whole = {name: value for name, value in cached.items() if name != TRUNK_ENTRY}
                 tolerance = _TOLERANCE[cached[TRUNK_ENTRY].dtype]
                 for found, expected in zip(_results(step, cached), _results(step, whole), strict=True):
