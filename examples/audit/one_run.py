@@ -8,6 +8,8 @@ each whether it is among the training data. After training, the canaries whose l
 in, those whose loss fell least to have been out. An (ε, δ)-private run bounds how often such guesses can be right; too
 many right ones refute its ε (Steinke, Nasr, Jagielski: Privacy Auditing with One (1) Training Run, 2023).
 
+With `--rows_per_canary 4` a canary is a person with four equal rows, and whole persons are protected (`privacy_unit`).
+
 The bound is usually far below the claim: this adversary sees the final weights only, and its canaries are not the
 worst there are. `--noise_multiplier 0.001 --claim 1` shows what a run without noise gives away.
 """
@@ -105,12 +107,13 @@ def audited_run(
     examples: int = 400,
     claim: float | None = None,
     seed: int | None = None,
+    rows_per_canary: int | None = None,
     **options: Any,
 ) -> AuditedRun:
     """Trains once through `DCSGDTrainer` and judges the guesses; `options` are training arguments.
 
     `seed` fixes the data and the coins, not the noise; without it, they come from the operating system. `claim` is an
-    ε to judge against, in place of the run's own.
+    ε to judge against, in place of the run's own. With `rows_per_canary`, each canary is a unit of so many equal rows.
     """
     generator = np.random.default_rng(seed)
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
@@ -118,6 +121,14 @@ def audited_run(
     planted = generated_rows(canaries, vocabulary, generator, canaries=True)
     included = (generator.random(canaries) < 0.5).tolist()
     training = background + [row for row, is_in in zip(planted, included, strict=True) if is_in]
+    if rows_per_canary is not None:
+        copies = [1] * examples + [rows_per_canary] * sum(included)
+        training = [
+            {**row, "user_id": owner}
+            for owner, (row, count) in enumerate(zip(training, copies, strict=True))
+            for _ in range(count)
+        ]
+        options = {"privacy_unit": "user_id", "max_rows_per_unit": rows_per_canary, **options}
     settings = {"report_to": "none", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}
     settings |= {"save_strategy": "no", "logging_strategy": "no"}
     args = DCSGDTrainingArguments(str(output_dir), **{**settings, **options})
@@ -165,6 +176,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     # The default of the library, 1/N, would allow for so much chance that the bound were always 0.
     parser.add_argument("--delta", type=float, default=1e-6, help="δ of the run (default 1e-6)")
     parser.add_argument("--canaries", type=int, default=200)
+    parser.add_argument(
+        "--rows_per_canary", type=int, help="protect whole units, and make each canary one of so many rows"
+    )
     parser.add_argument("--examples", type=int, default=400, help="training examples beside the canaries")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch_size", type=int, default=64)
@@ -187,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         examples=given.examples,
         claim=given.claim,
         seed=given.seed,
+        rows_per_canary=given.rows_per_canary,
         target_epsilon=epsilon,
         noise_multiplier=given.noise_multiplier,
         target_delta=given.delta,

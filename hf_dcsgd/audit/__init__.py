@@ -23,7 +23,7 @@ from hf_dcsgd.audit.adversary import adversary_findings
 from hf_dcsgd.audit.distinguishing import TRIALS, distinguishing_findings
 from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import DRAWS, noise_findings
-from hf_dcsgd.audit.probe import canary, direction, opposed_background, probe_trainer
+from hf_dcsgd.audit.probe import as_units, canary, direction, opposed_background, probe_trainer
 from hf_dcsgd.audit.replay import ledger_findings, replay_findings, sampler_findings
 from hf_dcsgd.data.rows import fetch_row
 from hf_dcsgd.trainer import DCSGDTrainer
@@ -33,9 +33,9 @@ __all__ = ["AuditReport", "Finding", "audit_strategy", "audit_trainer", "probe_c
 _PROBE_DIMENSIONS_L1 = 50_000
 
 
-def probe_canaries() -> list[tuple[str, Any]]:
-    """Rows for the audit's own model: huge, tiny, sideways, not a number, infinite."""
-    return [
+def probe_canaries(rows_per_unit: int | None = None) -> list[tuple[str, Any]]:
+    """Rows for the audit's own model: huge, tiny, sideways, not a number, infinite; or units of such rows."""
+    canaries: list[tuple[str, Any]] = [
         ("a canary of huge norm", canary(1e4)),
         ("a canary beyond half precision", canary(1e6)),
         ("a canary just above the threshold", canary(4.001)),
@@ -45,6 +45,10 @@ def probe_canaries() -> list[tuple[str, Any]]:
         ("a NaN canary", direction(math.nan)),
         ("an infinite canary", direction(math.inf)),
     ]
+    if rows_per_unit is None:
+        return canaries
+    broken = [canary(1e4), direction(math.nan)][:rows_per_unit]
+    return [*((name, [row] * rows_per_unit) for name, row in canaries), ("a NaN canary in one row", broken)]
 
 
 def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draws: int = DRAWS) -> list[AuditReport]:
@@ -62,24 +66,40 @@ def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draw
     return [replayed, AuditReport("L1", subject, noise_findings(trainer, draws))]
 
 
-def audit_strategy(clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int = TRIALS) -> list[AuditReport]:
-    """The audit's own linear model through `DCSGDTrainer`, with the given strategy."""
+def audit_strategy(
+    clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int = TRIALS, rows_per_unit: int | None = None
+) -> list[AuditReport]:
+    """The audit's own linear model through `DCSGDTrainer`, with the given strategy.
+
+    With `rows_per_unit`, whole units of that many rows are the canaries of L0, L1 and L2.
+    """
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         if 0 in levels:
-            trainer = probe_trainer(folder, clipping)
-            findings = replay_findings(trainer, opposed_background(), probe_canaries())
+            trainer = probe_trainer(folder, clipping, rows_per_unit=rows_per_unit)
+            background = as_units(opposed_background(), rows_per_unit)
+            findings = replay_findings(trainer, background, probe_canaries(rows_per_unit))
             findings += [*sampler_findings(trainer), *ledger_findings(trainer)]
             reports.append(AuditReport("L0", clipping, findings))
         if 1 in levels:
             reports.append(
-                AuditReport("L1", clipping, noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1)))
+                AuditReport(
+                    "L1",
+                    clipping,
+                    noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1, rows_per_unit=rows_per_unit)),
+                )
             )
         if 4 in levels:
             reports.append(AuditReport("L4", clipping, adversary_findings(clipping)))
         if 2 in levels:
             reports.append(
-                AuditReport("L2", clipping, distinguishing_findings(probe_trainer(folder, clipping), trials))
+                AuditReport(
+                    "L2",
+                    clipping,
+                    distinguishing_findings(
+                        probe_trainer(folder, clipping, rows_per_unit=rows_per_unit), trials, rows_per_unit
+                    ),
+                )
             )
     return reports
 

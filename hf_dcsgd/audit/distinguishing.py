@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from hf_dcsgd.audit.findings import Finding
-from hf_dcsgd.audit.probe import canary, opposed_background
+from hf_dcsgd.audit.probe import as_units, canary, opposed_background
 from hf_dcsgd.audit.replay import Subject, prepared
 from hf_dcsgd.trainer import DCSGDTrainer
 
@@ -73,13 +73,16 @@ def observe(subject: Subject, micro_batches: list[list[Any]], trials: int) -> np
     return np.stack(seen)
 
 
-def distinguishing_findings(trainer: DCSGDTrainer, trials: int = TRIALS) -> list[Finding]:
-    """Run L2 on the audit's own trainer: a canary of huge norm against an opposed background."""
+def distinguishing_findings(
+    trainer: DCSGDTrainer, trials: int = TRIALS, rows_per_unit: int | None = None
+) -> list[Finding]:
+    """Run L2 on the audit's own trainer: a canary of huge norm against an opposed background; both may be units."""
     with prepared(trainer) as subject:
         micro_batches = trainer.args.gradient_accumulation_steps
-        rows = opposed_background()
+        rows = as_units(opposed_background(), rows_per_unit)
+        extra = canary() if rows_per_unit is None else [canary()] * rows_per_unit
         shards = [rows[k::micro_batches] for k in range(micro_batches)]
-        arms = [shards, [*shards[:-1], [*shards[-1], canary()]]]
+        arms = [shards, [*shards[:-1], [*shards[-1], extra]]]
         without, with_canary = (observe(subject, arm, trials) for arm in arms)
         judged = fit_and_judge(without, with_canary)
     claimed = 1 / subject.plan.noise_multiplier

@@ -63,6 +63,13 @@ def canary(size: float = 1e4) -> Row:
     return direction(size)
 
 
+def as_units(rows: Sequence[Any], rows_per_unit: int | None) -> list[Any]:
+    """Make a unit of each row: one to `rows_per_unit` copies of it. A unit of identical rows is the strongest."""
+    if rows_per_unit is None:
+        return list(rows)
+    return [[row] * (1 + k % rows_per_unit) for k, row in enumerate(rows)]
+
+
 def probe_trainer(
     output_dir: str,
     clipping: str,
@@ -70,9 +77,17 @@ def probe_trainer(
     *,
     train_dataset: Any = None,
     data_collator: Any = None,
+    rows_per_unit: int | None = None,
     **options: Any,
 ) -> DCSGDTrainer:
-    """Make a trainer for the audit's setting: σ = 1, side multiplier 1.25, C = 4, B = 16 in two micro-batches."""
+    """Make a trainer for the audit's setting: σ = 1, side multiplier 1.25, C = 4, B = 16 in two micro-batches.
+
+    With `rows_per_unit`, units of one row more than that are protected, and enter a step with that many.
+    """
+    train_dataset = train_dataset or [direction(1.0, dimensions=dimensions)] * (10 * EXPECTED_BATCH_SIZE)
+    if rows_per_unit is not None:
+        train_dataset = [{**row, "owner": k} for k, row in enumerate(train_dataset) for _ in range(rows_per_unit + 1)]
+        options = {"privacy_unit": "owner", "max_rows_per_unit": rows_per_unit, **options}
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {
         "clipping": clipping,
@@ -94,6 +109,6 @@ def probe_trainer(
         LinearModel(dimensions),
         DCSGDTrainingArguments(output_dir, **settings),
         data_collator=data_collator,
-        train_dataset=train_dataset or [direction(1.0, dimensions=dimensions)] * (10 * EXPECTED_BATCH_SIZE),
+        train_dataset=train_dataset,
         per_example_loss_func=linear_losses,
     )

@@ -20,8 +20,8 @@ from accelerate.utils import gather_object
 from hf_dcsgd.audit import probe_canaries
 from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import noise_findings
-from hf_dcsgd.audit.probe import opposed_background, probe_trainer
-from hf_dcsgd.audit.replay import replay_findings, sampler_findings
+from hf_dcsgd.audit.probe import as_units, opposed_background, probe_trainer
+from hf_dcsgd.audit.replay import as_unit, owners_of_rows, replay_findings, sampler_findings
 from hf_dcsgd.trainer import DCSGDTrainer
 
 _DIMENSIONS_L1 = 50_000
@@ -32,15 +32,17 @@ def audit_processes(
     clipping: str,
     processes: int = 2,
     *,
+    rows_per_unit: int | None = None,
     entry: Sequence[str] = ("-m", "hf_dcsgd.audit.processes"),
     timeout: float = _TIMEOUT_SECONDS,
 ) -> AuditReport:
-    """L3 with the given strategy; RuntimeError when a process fails or hangs.
+    """L3 with the given strategy, and units of several rows if asked for; RuntimeError when a process fails or hangs.
 
     `entry` is what each process runs: a script of yours may change something first, then call `main` of this module.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [*entry, "--clipping", clipping]
+    command += [] if rows_per_unit is None else ["--rows-per-unit", str(rows_per_unit)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
@@ -58,28 +60,33 @@ def audit_processes(
 
 
 def _overlap_finding(trainer: DCSGDTrainer) -> Finding:
-    """Records that two ranks can draw: shards must be disjoint, or a record would count twice."""
+    """Records, or units, that two ranks can draw: shards must be disjoint, or one would count twice."""
     loader = trainer.get_train_dataloader()
     assert loader.batch_sampler is not None
-    mine = {index for _ in range(20) for micro_batch in loader.batch_sampler for index in micro_batch}
+    owners = owners_of_rows(trainer)
+    items = [item for _ in range(20) for micro_batch in loader.batch_sampler for item in micro_batch]
+    mine = set(items) if owners is None else {int(owners[as_unit(item)[0]]) for item in items}
     drawn = [index for indices in gather_object([sorted(mine)]) for index in indices]
     return Finding("records drawn by two ranks", float(len(drawn) - len(set(drawn))), 0.0)
 
 
-def _findings(clipping: str) -> list[Finding]:
+def _findings(clipping: str, rows_per_unit: int | None) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
-        trainer = probe_trainer(folder, clipping)
-        found = replay_findings(trainer, opposed_background(), probe_canaries())
+        trainer = probe_trainer(folder, clipping, rows_per_unit=rows_per_unit)
+        background = as_units(opposed_background(), rows_per_unit)
+        found = replay_findings(trainer, background, probe_canaries(rows_per_unit))
         found += [*sampler_findings(trainer), _overlap_finding(trainer)]
-        return found + noise_findings(probe_trainer(folder, clipping, _DIMENSIONS_L1))
+        return found + noise_findings(probe_trainer(folder, clipping, _DIMENSIONS_L1, rows_per_unit=rows_per_unit))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clipping", required=True)
-    clipping = parser.parse_args().clipping
+    parser.add_argument("--rows-per-unit", type=int)
+    options = parser.parse_args()
     mine: list[dict[str, Any]] = [
-        {"name": f.name, "measured": f.measured, "allowed": f.allowed} for f in _findings(clipping)
+        {"name": f.name, "measured": f.measured, "allowed": f.allowed}
+        for f in _findings(options.clipping, options.rows_per_unit)
     ]
     everything = gather_object([mine])
     if int(os.environ.get("RANK", "0")) == 0:

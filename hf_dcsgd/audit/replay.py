@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_dcsgd.audit.findings import Finding
-from hf_dcsgd.data.rows import Batch, RowCollator
+from hf_dcsgd.data.rows import Batch, Collator, RowCollator
+from hf_dcsgd.data.units import UnitCollator, stack_units
 from hf_dcsgd.privacy.accounting import combined_noise_multiplier, epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
@@ -68,7 +69,7 @@ class Subject:
 
     step: PrivateStep
     plan: PrivacyPlan
-    collate: RowCollator
+    collate: Callable[[list[Any]], list[Batch]]
     rank: int
     world_size: int
 
@@ -123,10 +124,11 @@ def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[Subject]:
         if double:
             model.double()
         model.eval()
+        plan, collate = trainer.plan or trainer.make_plan(), trainer.rows_and_collator()[1]
         yield Subject(
             trainer.make_step(spot_checks=False),
-            trainer.plan or trainer.make_plan(),
-            RowCollator(trainer.rows_and_collator()[1]),
+            plan,
+            _collate_units(collate) if plan.draws_units else RowCollator(collate),
             trainer.args.process_index,
             trainer.args.world_size,
         )
@@ -135,6 +137,12 @@ def prepared(trainer: DCSGDTrainer, double: bool = False) -> Iterator[Subject]:
             model.float()
         model.zero_grad()
         advice.setLevel(level)
+
+
+def _collate_units(collate: Collator) -> Callable[[list[Any]], list[Batch]]:
+    """Collate units as training does; a unit is a list of rows, or one."""
+    by_unit = UnitCollator(collate)
+    return lambda units: stack_units(by_unit([u if isinstance(u, list) else [u] for u in units]), largest=64)
 
 
 def record_step(subject: Subject, micro_batches: Sequence[Sequence[Any]]) -> Recording:
@@ -215,34 +223,68 @@ def _noise_findings(subject: Subject, recording: Recording) -> list[Finding]:
     actual = combined_noise_multiplier(multipliers)
     findings.append(Finding("accounted σ against the noise drawn", plan.noise_multiplier, actual * (1 + 1e-9)))
     steps = min(plan.steps, 1000)
+    # Of a group of rows, only PLD knows the cost.
+    accountant = "rdp" if plan.group_size == 1 else "pld"
     spent = epsilon_spent(
-        noise_multiplier=actual, sampling_rate=plan.sampling_rate, steps=steps, delta=plan.delta, accountant="rdp"
-    )
-    claimed = plan.epsilon(steps, "rdp")
+        noise_multiplier=actual, sampling_rate=plan.sampling_rate, steps=steps, delta=plan.delta,
+        accountant=accountant, group_size=plan.group_size,
+    )  # fmt: skip
+    claimed = plan.epsilon(steps, accountant)
     findings.append(Finding("ε of the noise drawn against the claimed ε", spent, claimed * (1 + 1e-6)))
     return findings
 
 
 def sampler_findings(trainer: DCSGDTrainer, logical_batches: int = 200) -> list[Finding]:
-    """Records are distinct within a logical batch, and each is drawn at the accounted rate."""
+    """Records, or units, are distinct within a logical batch, and each is drawn at the accounted rate."""
     loader = trainer.get_train_dataloader()
     plan = trainer.plan
     assert plan is not None
     repeats = total = 0
-    micro_batches: list[list[int]] = []
+    micro_batches: list[list[Any]] = []
     while len(micro_batches) < logical_batches * plan.gradient_accumulation_steps:
         micro_batches.extend(loader.batch_sampler)  # type: ignore[arg-type]
     micro_batches = micro_batches[: logical_batches * plan.gradient_accumulation_steps]
+    owners = owners_of_rows(trainer)
     for start in range(0, len(micro_batches), plan.gradient_accumulation_steps):
-        drawn = [i for micro in micro_batches[start : start + plan.gradient_accumulation_steps] for i in micro]
+        items = [i for micro in micro_batches[start : start + plan.gradient_accumulation_steps] for i in micro]
+        drawn = items if owners is None else [owners[as_unit(item)[0]] for item in items]
         repeats += len(drawn) - len(set(drawn))
         total += len(drawn)
     shard = len(range(trainer.args.process_index, plan.dataset_size, plan.world_size))
     trials, rate = shard * logical_batches, plan.sampling_rate
     deviation = abs(total - trials * rate) / math.sqrt(max(trials * rate * (1 - rate), 1e-12))
-    return [
+    findings = [
         Finding("records drawn twice in a logical batch", float(repeats), 0.0),
         Finding("draws against the accounted rate, in standard deviations", deviation if rate < 1 else 0.0, 5.0),
+    ]
+    if owners is not None:
+        findings += _unit_findings(plan, owners, [as_unit(item) for micro in micro_batches for item in micro])
+    return findings
+
+
+def owners_of_rows(trainer: DCSGDTrainer) -> np.ndarray | None:
+    """Return the unit of every row, where units are drawn."""
+    units = trainer.rows_of_units()
+    if units is None or trainer.plan is None or not trainer.plan.draws_units:
+        return None
+    owners = np.empty(len(units.rows), dtype=np.int64)
+    owners[units.rows] = np.repeat(np.arange(len(units)), units.sizes)
+    return owners
+
+
+def as_unit(item: int | list[int]) -> list[int]:
+    """Return the rows of what a sampler drew."""
+    return item if isinstance(item, list) else [item]
+
+
+def _unit_findings(plan: PrivacyPlan, owners: np.ndarray, drawn: list[list[int]]) -> list[Finding]:
+    assert plan.unit is not None
+    most = max((len(rows) for rows in drawn), default=0)
+    strangers = sum(len(set(owners[rows])) > 1 or len(set(rows)) < len(rows) for rows in drawn)
+    return [
+        Finding("rows that a unit enters a step with, against the cap", float(most), float(plan.unit.max_rows)),
+        Finding("units drawn with rows of others, or with a row twice", float(strangers), 0.0),
+        Finding("units claimed, against units in the data", float(plan.num_units), float(owners.max() + 1)),
     ]
 
 
