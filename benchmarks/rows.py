@@ -33,6 +33,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_mini_all_128": step("mini", "last:6", 8, 128),
     "step_mini_lora_128": step("mini", "lora", 8, 128),
     "step_causal_all_256": step("causal", "all", 4, 256, micro=2, rounds=2),
+    "step_choices_last_64": step("choices", LAST, 8, 64, variants=BOTH, rounds=9),
+    "step_choices_all_64": step("choices", "last:6", 8, 64, variants=BOTH, rounds=5),
     "step_base_tail_32": step("base", LAST, 64, 32, micro=32, tail=True, rounds=2),
     "step_base_last_128": step("base", LAST, 4, 128, rounds=2),
     "epochs_base_fixed": epochs("base", "fixed", 32, 32),

@@ -16,7 +16,13 @@ import torch
 from timing import DEVICE, alternate, now
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
@@ -28,6 +34,7 @@ SIZES = {
     "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 VOCABULARY = 32_000  # of the causal language model
+CHOICES = 4  # of a question
 Batch = dict[str, Tensor]
 Step = Callable[[list[Batch]], None]
 
@@ -37,6 +44,8 @@ def make_model(size: str, layers: str) -> nn.Module:
     if size == "causal":
         config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=1024, **SIZES["mini"])
         model: nn.Module = GPTNeoXForCausalLM(config)
+    elif size == "choices":
+        model = BertForMultipleChoice(BertConfig(**SIZES["mini"]))
     else:
         model = BertForSequenceClassification(BertConfig(**SIZES[size]))
     if layers == "lora":
@@ -50,7 +59,8 @@ def make_model(size: str, layers: str) -> nn.Module:
 
 def make_batch(model: nn.Module, size: int, length: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1000, 30_000, (size, length), generator=generator).to(DEVICE)
+    shape = (size, CHOICES, length) if isinstance(model, BertForMultipleChoice) else (size, length)
+    tokens = torch.randint(1000, 30_000, shape, generator=generator).to(DEVICE)
     causal = isinstance(model, GPTNeoXForCausalLM)
     labels = tokens if causal else torch.randint(2, (size,), generator=generator).to(DEVICE)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
