@@ -63,6 +63,10 @@ class PrivateRun:
         device: torch.device | str = "cpu",
     ) -> None:
         require(
+            plan.unit is None,
+            f"expected a plan that protects rows, because PrivateRun draws rows, got {plan.unit}; use DCSGDTrainer",
+        )
+        require(
             plan.dataset_size == map_style_length(rows),
             f"expected a plan for {len(rows)} rows, got one for {plan.dataset_size}",
         )

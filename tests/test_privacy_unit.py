@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ from tiny_tasks import (
     watch_steps,
 )
 
-from hf_dcsgd import DCSGDTrainer
+from hf_dcsgd import DCSGDTrainer, PrivateRun
 from hf_dcsgd.data.grouping import group_rows
 from hf_dcsgd.data.loading import poisson_dataloader, restack
 from hf_dcsgd.data.rows import batch_length
 from hf_dcsgd.data.units import UNIT_ENTRY, count_examples, rows_of_example, take_example
 from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
+from hf_dcsgd.runs.spending import Spending, SpentRun
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -362,3 +364,21 @@ def test_a_trunk_cache_changes_nothing(tmp_path: Path) -> None:
         found.append(flat_parameters(trainer.model))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
     assert not torch.equal(found[0], flat_parameters(tiny_bert()))
+
+
+def test_what_runs_for_different_units_spent_is_not_added_up(tmp_path: Path) -> None:
+    plan = units_trainer(tmp_path).plan
+    rows_plan = units_trainer(tmp_path, privacy_unit=None).plan
+    assert plan is not None
+    assert rows_plan is not None
+    persons, rows = (SpentRun.of(p, 3, name) for p, name in ((plan, "one"), (rows_plan, "two")))
+    assert Spending((persons, replace(persons, run_id="three"))).epsilon(1e-3) < np.inf
+    assert Spending((persons, rows)).epsilon(1e-3) == np.inf
+    assert Spending.from_list(Spending((persons, rows)).to_list()) == Spending((persons, rows))
+
+
+def test_a_loop_of_ones_own_refuses_units(tmp_path: Path) -> None:
+    plan = units_trainer(tmp_path).plan
+    assert plan is not None
+    with pytest.raises(ValueError, match="expected a plan that protects rows, because PrivateRun draws rows"):
+        PrivateRun(feature_classifier(), feature_rows(USERS), pad, plan, tmp_path)
