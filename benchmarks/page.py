@@ -15,7 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks.png"
 Results = Mapping[str, Mapping[str, Any]]
 
-MODELS = {"mini": "BERT 6 × 384", "base": "BERT 12 × 768", "causal": "GPT-NeoX 6 × 384, V = 32,000"}
+MODELS = {"mini": "BERT 6 × 384", "base": "BERT 12 × 768", "causal": "GPT-NeoX 6 × 384, V = 32,000",
+          "choices": "BERT 6 × 384, four choices"}  # fmt: skip
 VARIANTS = {
     "plain": ("plain", "#8895a1"),
     "fixed": ("`fixed`", "#7fb0d0"),
