@@ -163,6 +163,8 @@ class PrivateStep:
         rows_per_example: How many rows k an example has: inputs (n, k, …) run as n·k rows, and `loss` sees outputs of
             shape (n, k, …).
         spot_checks: Whether rows are run again alone now and then; off only for audits, which measure coupling.
+        scale_free: Whether the released gradient is divided by its threshold, a public number, so that the way of the
+            threshold stays out of the optimizer's state.
     """
 
     def __init__(
@@ -179,8 +181,10 @@ class PrivateStep:
         trunk: FrozenTrunk | None = None,
         rows_per_example: int = 1,
         spot_checks: bool = True,
+        scale_free: bool = False,
     ) -> None:
         self.model = model
+        self._scale_free = scale_free
         self.mechanism = mechanism
         self.clipper = GhostClipper(model)
         self.draw_order = Order.ROW_MAJOR
@@ -239,6 +243,8 @@ class PrivateStep:
         clipped_sum = self.clipper.zeros() if self._clipped_sum is None else self._clipped_sum
         self._clipped_sum = None
         release = mechanism.release(clipped_sum.float())
+        if self._scale_free:
+            release.noisy_gradient.div_(release.sensitivity)
         for name, part in self.clipper.unflatten(release.noisy_gradient).items():
             parameter = self.clipper.parameters[name]
             parameter.grad = part.to(parameter.dtype)

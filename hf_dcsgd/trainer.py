@@ -113,6 +113,8 @@ class DCSGDTrainer(PublishingTrainer):
         self._current_trial: Any = None
         self._checkpoint: str | None = None
         self._trunk: FrozenTrunk | None = None
+        self.args, self.train_dataset = args, train_dataset  # as transformers will, which asks for the batch size
+        args.settle(**({"dataset_size": None} if train_dataset is None else self._sizes()))
         self._evaluation_cache: EvaluationCache | None = None
         super().__init__(
             model,
@@ -174,9 +176,12 @@ class DCSGDTrainer(PublishingTrainer):
     def make_plan(self) -> PrivacyPlan:
         """Make the plan for the present arguments, data and model."""
         return self.args.privacy_plan(
-            **plan_sizes(self.args, self.train_dataset, self.rows_of_units()),
+            **self._sizes(),
             num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
         )
+
+    def _sizes(self) -> dict[str, Any]:
+        return plan_sizes(self.args, self.train_dataset, self.rows_of_units())
 
     def rows_of_units(self) -> RowsOfUnits | None:
         """Return which rows are whose, with `privacy_unit`; found once per dataset."""
@@ -197,6 +202,7 @@ class DCSGDTrainer(PublishingTrainer):
             reproducible_from=self.args.unsafe_noise_seed,
             trunk=trunk,
             spot_checks=spot_checks,
+            scale_free=self.args.scale_free_gradient,
         )
 
     def _loss_settings(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
+from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, expected_batch_size, fixed_values, split_batch
 from hf_dcsgd.validation import require, require_count
 
 logger = logging.getLogger(__name__)
@@ -55,21 +56,48 @@ def _strategy_option(name: str) -> Any:
 class DCSGDTrainingArguments(TrainingArguments):
     """Arguments of `DCSGDTrainer`: everything `TrainingArguments` has, and the privacy options below.
 
-    Defaults that differ from `TrainingArguments`, because its own would hurt private training (all as in the paper):
+    Defaults that differ from `TrainingArguments`, because its own would hurt private training:
 
-    | argument            | here       | `TrainingArguments` | why                                                   |
-    |---------------------|------------|---------------------|-------------------------------------------------------|
-    | `learning_rate`     | 1e-3       | 5e-5                | Adam's own default; noise is the limit, not stability |
-    | `lr_scheduler_type` | "constant" | "linear"            | every step costs budget: none at a near-zero rate     |
-    | `max_grad_norm`     | 0.0        | 1.0                 | examples are clipped one by one; see `clip_threshold` |
+    | argument                      | here | `TrainingArguments` | why                                               |
+    |-------------------------------|------|---------------------|---------------------------------------------------|
+    | `per_device_train_batch_size` | None | 8                   | derived from the number of examples               |
+    | `gradient_accumulation_steps` | None | 1                   | derived, up to the expected batch size            |
+    | `num_train_epochs`            | None | 3.0                 | derived; every step costs budget                  |
+    | `learning_rate`               | None | 5e-5                | derived from the noise                            |
+    | `lr_scheduler_type`           | None | linear              | derived                                           |
+    | `max_grad_norm`               | 0.0  | 1.0                 | examples are clipped one by one: `clip_threshold` |
 
-    One logical batch has `per_device_train_batch_size × gradient_accumulation_steps × world size` examples in
-    expectation. Large ones (256 and more) serve privacy and the threshold's histogram far better than small ones.
+    What is derived, and how, is up to the `recipe`; `derived` tells which values were, and why. One logical batch has
+    `per_device_train_batch_size × gradient_accumulation_steps × world size` examples in expectation.
     """
 
+    # --- derived unless given
+    recipe: str = _option(
+        AUTO,
+        "Where unset values come from. auto: batch size, epochs, learning rate, schedule and accountant follow from "
+        "the number of examples and the budget, by rules that were settled beforehand. paper: batches of 256, 5 "
+        "epochs, rate 1e-3, constant, RDP, the paper's rule for the histogram. none: batches of 8, 3 epochs, rate "
+        "1e-3, constant.",
+        RECIPES,
+    )
+    per_device_train_batch_size: int = _option(
+        None, "The expected batch size per device for training. Default: by the recipe."
+    )
+    gradient_accumulation_steps: int = _option(
+        None,
+        "How many batches make a logical one. Default: as many as bring it to the expected batch size of the recipe.",
+    )
+    num_train_epochs: float = _option(None, "Total number of training epochs to perform. Default: by the recipe.")
+    learning_rate: float = _option(None, "The initial learning rate. Default: by the recipe, from the noise.")
+    lr_scheduler_type: SchedulerType | str = _option(None, "The learning rate schedule. Default: by the recipe.")
+
+    scale_free_gradient: bool = _option(
+        None,
+        "Divide the released gradient by its threshold, a public number: the way of the threshold then stays out of "
+        "the optimizer's state. Default: by the recipe, on for auto.",
+    )
+
     # --- changed defaults
-    learning_rate: float = _option(1e-3, "The learning rate (1e-3 suits Adam under noise, as in the paper).")
-    lr_scheduler_type: SchedulerType | str = _option("constant", "The learning rate schedule.")
     max_grad_norm: float = _option(
         0.0,
         "Clips the norm of the whole, already noised gradient (0: off). It has no effect on privacy; the per-example "
@@ -89,8 +117,9 @@ class DCSGDTrainingArguments(TrainingArguments):
         None, "The noise multiplier σ of a step, instead of target_epsilon. ε then follows from it."
     )
     accountant: str = _option(
-        "rdp",
-        "How ε is computed: rdp (Rényi, as in the paper), pld (tighter, slower), or a registered accountant.",
+        None,
+        "How ε is computed: pld (privacy loss distributions, tight), rdp (Rényi, as in the paper), or a registered "
+        "accountant. Default: by the recipe, pld but for the paper's.",
         ACCOUNTANTS,
     )
 
@@ -125,6 +154,7 @@ class DCSGDTrainingArguments(TrainingArguments):
     percentile: float = _strategy_option("percentile")
     histogram_bins: int = _strategy_option("histogram_bins")
     histogram_range: float | None = _strategy_option("histogram_range")
+    histogram_rule: str | None = _strategy_option("histogram_rule")
     histogram_noise_multiplier: float | None = _strategy_option("histogram_noise_multiplier")
     andrew_learning_rate: float = _strategy_option("andrew_learning_rate")
     andrew_count_noise_std: float | None = _strategy_option("andrew_count_noise_std")
@@ -178,11 +208,16 @@ class DCSGDTrainingArguments(TrainingArguments):
         "example in common; report and card say so.",
         EARLIER_SPENDING_CHOICES,
     )
+    derived: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # Before transformers asks for packages that could not be used anyway.
         refuse_sharding_environment()
         refuse_incompatible_arguments(self)
+        require(self.recipe in RECIPES, f"expected recipe to be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        self._derived_values: dict[str, Any] = {}
+        for name, (value, reason) in fixed_values(self.recipe).items():
+            self._derive(name, value, reason)
         super().__post_init__()
         layers: Any = self.trainable_layers
         if isinstance(layers, list | tuple) and all(isinstance(entry, str) for entry in layers):
@@ -220,6 +255,39 @@ class DCSGDTrainingArguments(TrainingArguments):
                 "torch_compile=True compiles evaluation alone: clipping watches modules, which merge in a graph"
             )
 
+    def _derive(self, name: str, value: Any, reason: str) -> None:
+        """Set what is unset, or was derived before and not changed since."""
+        if self._is_free(name):
+            setattr(self, name, value)
+            self.derived[name], self._derived_values[name] = reason, value
+
+    def _is_free(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is None or (name in self._derived_values and value == self._derived_values[name])
+
+    def settle(self, dataset_size: int | None, num_units: int | None = None) -> None:
+        """Derive batch size and learning rate, where they are unset, for this many training examples, or units.
+
+        Called again, it derives them anew for what has changed since. Without data they get values that do no harm.
+        """
+        batch_names = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        if dataset_size is None:
+            for name, value in zip((*batch_names, "learning_rate"), (8, 1, 1e-3), strict=True):
+                self._derive(name, value, "there are no training data")
+            return
+        if self.recipe == NONE:
+            return
+        wanted, reason = expected_batch_size(self.recipe, dataset_size)
+        given = [None if self._is_free(name) else require_count(name, getattr(self, name)) for name in batch_names]
+        for name, value in zip(batch_names, split_batch(wanted, self.world_size, *given), strict=True):
+            self._derive(name, value, f"for an expected batch size of {wanted}, {reason}")
+        if self.recipe == AUTO and self._is_free("learning_rate"):
+            self._derive("learning_rate", *self.travel(self._plan(dataset_size, 1, num_units)).rate())
+
+    def travel(self, plan: PrivacyPlan) -> Travel:
+        """Return how far the schedule goes under the noise of a plan."""
+        return Travel.of(plan, self.lr_scheduler_type, self.warmup_steps, self.lr_scheduler_kwargs)
+
     def clipping_settings(self) -> dict[str, Any]:
         """Return the options of the chosen strategy, as far as they are given."""
         names = [option.name for option in strategy(self.clipping).options if option.name in BUILTIN_OPTIONS]
@@ -235,6 +303,10 @@ class DCSGDTrainingArguments(TrainingArguments):
             num_parameters: How many numbers are trained.
             num_units: How many units of privacy there are, with `privacy_unit`.
         """
+        self.settle(dataset_size, num_units)
+        return self._plan(dataset_size, num_parameters, num_units)
+
+    def _plan(self, dataset_size: int, num_parameters: int, num_units: int | None) -> PrivacyPlan:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             require_count(name, getattr(self, name))
         if self.max_steps == 0:
@@ -281,7 +353,8 @@ class DCSGDTrainingArguments(TrainingArguments):
 
     def privacy_options(self) -> dict[str, Any]:
         """Return the options that this class adds, by name."""
-        own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+        theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
+        own = {f.name for f in dataclasses.fields(self) if f.init} - theirs
         return {name: getattr(self, name) for name in sorted(own)}
 
 

@@ -98,6 +98,8 @@ def make_trainer(
 ) -> DCSGDTrainer:
     """B = 8 over all ranks, 6 steps, nothing logged, saved or evaluated, unless the options say otherwise."""
     defaults = {
+        "recipe": "none",
+        "accountant": "rdp",
         "per_device_train_batch_size": 8 // WORLD_SIZE,
         "max_steps": 6,
         "noise_multiplier": 1.0,
@@ -272,6 +274,7 @@ def lockstep(directory: Path) -> dict[str, Any]:
         model=seeded_net(seed=RANK, dropout=0.3),
         records=LOCKSTEP_RECORDS,
         per_device_train_batch_size=1,
+        histogram_rule="paper",  # which moves even for so few records
         max_steps=LOCKSTEP_STEPS,
         seed=100 + RANK,
         callbacks=[each_step],

@@ -65,6 +65,8 @@ def make_trainer(kind: str, work: Path) -> DCSGDTrainer:
         output_dir=str(work / "run"),
         hub_model_id=f"someone/{kind}",
         hub_token=TOKEN,
+        recipe="none",
+        accountant="rdp",
         per_device_train_batch_size=8,
         max_steps=4,
         save_steps=2,

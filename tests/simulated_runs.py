@@ -24,7 +24,7 @@ def plan_of(**changes: Any) -> PrivacyPlan:
     if "target_epsilon" not in changes:
         changes.setdefault("noise_multiplier", SIGMA)
     sizes = {"dataset_size": N, "expected_batch_size": BATCH, "steps": STEPS, "num_parameters": 83}
-    return PrivacyPlan.create(**{**sizes, **changes})
+    return PrivacyPlan.create(**{**sizes, "accountant": "rdp", **changes})
 
 
 def simulate(

@@ -166,7 +166,7 @@ def test_search_starts_exactly_at_the_answer():
 
 
 def test_grid_follows_the_losses():
-    assert pld_interval(step(0.67, 256 / 104743), 2045) == 1e-4
+    assert pld_interval(step(0.67, 256 / 104743), 2045) == 2e-4
     assert pld_interval(step(100.0, 0.01), 1000) < 2e-5
     assert pld_interval(step(0.05, 0.01), 10) > 1e-3
     assert pld_interval(step(1.0, 1.0), 10_000) == pytest.approx(pld_interval(step(0.01, 1.0), 1))

@@ -144,8 +144,9 @@ def test_the_sum_over_ranks_is_that_of_plain_autograd(pair: Path) -> None:
     expected = torch.cat([clipped[name].flatten() for name, _ in model.named_parameters()]).float()
     ranks = saw(pair, "layout")
     torch.testing.assert_close(summed(ranks, 0, "clipped_sum"), expected, rtol=1e-4, atol=1e-5)
-    bins = np.minimum(np.floor(norms.numpy() * 20 / 20.0), 19)
-    assert summed(ranks, 0, "counts").tolist() == np.bincount(bins.astype(int), minlength=20).tolist()
+    edges = 100 * 1.5 ** np.arange(-19.0, 0.0)  # of the following histogram, between its first and its last bin
+    bins = np.searchsorted(edges, norms.numpy(), side="right")
+    assert summed(ranks, 0, "counts").tolist() == np.bincount(bins, minlength=20).tolist()
     assert summed(ranks, 1, "counts").sum() == 0, "the second draw was empty on every rank"
 
 

@@ -43,6 +43,8 @@ class Classifier(nn.Module):
 
 def make_trainer(folder: Path, steps: int = STEPS, **options) -> DCSGDTrainer:
     settings = {
+        "recipe": "none",
+        "accountant": "rdp",
         "per_device_train_batch_size": 8,
         "max_steps": steps,
         "save_steps": 2,

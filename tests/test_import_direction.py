@@ -16,7 +16,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("validation", "plugins"),
     ("clipping", "ghost", "tasks"),
     ("privacy",),
-    ("data",),
+    ("data", "recipe"),
     ("checks", "trunk"),
     ("step", "training_args"),
     ("runs",),

@@ -300,9 +300,13 @@ def test_arguments_leave_out_seeds_tokens_and_paths(tmp_path: Path):
     )
     assert model_card.training_arguments(trainer.args) == {
         "clipping": "dc_sgd_p",
+        "recipe": "none",
+        "accountant": "rdp",
+        "scale_free_gradient": False,
         "noise_multiplier": 1.0,
         "percentile": 0.3,
         "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
         "num_train_epochs": 1,
         "learning_rate": 0.001,
         "lr_scheduler_type": "cosine",

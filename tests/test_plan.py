@@ -17,7 +17,8 @@ QNLI = {"dataset_size": 104743, "expected_batch_size": 256, "steps": 2045, "num_
 def make(**arguments):
     """A plan; options of strategies may be given by name."""
     settings = {name: arguments.pop(name) for name in BUILTIN_OPTIONS.keys() & arguments.keys()}
-    return PrivacyPlan.create(**({**QNLI, "noise_multiplier": 0.75, "settings": settings} | arguments))
+    defaults = {**QNLI, "noise_multiplier": 0.75, "accountant": "rdp", "settings": settings}
+    return PrivacyPlan.create(**(defaults | arguments))
 
 
 @pytest.mark.parametrize(
@@ -92,16 +93,20 @@ def test_round_trip(clipping):
         PrivacyPlan.from_dict(plan.to_dict() | {"surprise": 1})
 
 
-def test_defaults_of_the_paper():
+def test_defaults():
     error, percentile = make(clipping="dc_sgd_e"), make(clipping="dc_sgd_p")
     assert error.settings == {
         "clip_threshold": 1.0,
         "histogram_bins": 20,
-        "histogram_range": 20.0,
+        "histogram_range": 100.0,
+        "histogram_rule": "following",
         "histogram_noise_multiplier": 5.0,
     }
-    assert percentile.settings == error.settings | {"percentile": 0.5, "histogram_range": 1.0}
-    assert PrivacyPlan.create(**QNLI, noise_multiplier=1.0).clipping == "dc_sgd_e"
+    papers = {"percentile": 0.5, "histogram_range": 1.0, "histogram_rule": "paper"}
+    assert percentile.settings == error.settings | papers
+    plain = PrivacyPlan.create(**QNLI, noise_multiplier=1.0)
+    assert (plain.clipping, plain.accountant) == ("dc_sgd_e", "pld")
+    assert make(clipping="dc_sgd_e", histogram_rule="paper").settings["histogram_range"] == 20.0
     for sigma, expected in ((1.9, 5), (2.0, 8), (3.0, 8), (3.1, 12)):
         assert make(noise_multiplier=sigma).settings["histogram_noise_multiplier"] == expected
 

@@ -22,6 +22,7 @@ def trace_of(steps: int, *, histogram_range=4.0, counts=None, threshold=1.0) -> 
             "step": step,
             "clip_threshold": threshold * step,
             "histogram_range": histogram_range,
+            "histogram_edges": np.linspace(0, histogram_range, len(counts) + 1).tolist(),
             "noisy_histogram": counts,
         }
         for step in range(1, steps + 1)
@@ -61,9 +62,9 @@ def test_the_axis_is_logarithmic_only_where_it_must_be(last: float, scale: str):
 def test_the_heat_map_moves_no_mass(counts, histogram_range, rows):
     """What lies between two values of the axis is what a histogram evenly filled within each bin has there."""
     rows = np.sort(rows)
-    found = plots._shares({"noisy_histogram": counts.tolist(), "histogram_range": histogram_range}, rows)
     kept, width = np.maximum(counts, 0), histogram_range / len(counts)
     edges = width * np.arange(len(counts) + 1)
+    found = plots._shares({"noisy_histogram": counts.tolist(), "histogram_edges": edges.tolist()}, rows)
     overlap = np.minimum(edges[1:, None], rows[None, 1:]) - np.maximum(edges[:-1, None], rows[None, :-1])
     expected = (kept[:, None] * np.maximum(overlap, 0) / width).sum(axis=0) / max(kept.sum(), 1e-300)
     np.testing.assert_allclose(found, expected, atol=1e-9)

@@ -70,6 +70,7 @@ def test_the_cost_of_a_search_is_that_of_what_was_charged(tmp_path: Path) -> Non
             expected_batch_size=batch,
             steps=5,
             num_parameters=3,
+            accountant="rdp",
             noise_multiplier=sigma,
             target_delta=delta,
             unsafe_noise_seed=seed,

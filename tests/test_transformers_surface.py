@@ -59,8 +59,9 @@ def test_called_methods_are_there(method: str) -> None:
     assert parameters(Trainer, method) == CALLED[method]
 
 
-def test_the_arguments_of_the_trainer_are_those_of_transformers_and_one_more() -> None:
-    assert parameters(DCSGDTrainer, "__init__") == [*parameters(Trainer, "__init__"), "per_example_loss_func"]
+def test_the_arguments_of_the_trainer_are_those_of_transformers_and_two_more() -> None:
+    own = ["per_example_loss_func", "rows_per_example"]
+    assert parameters(DCSGDTrainer, "__init__") == [*parameters(Trainer, "__init__"), *own]
 
 
 def test_one_private_method_is_overridden() -> None:

@@ -65,7 +65,7 @@ class ClippedSums:
 
     def release(self, clipped_sum: Tensor) -> NoisyRelease:
         self.sum = clipped_sum.double()
-        return NoisyRelease(clipped_sum, None, None, {})
+        return NoisyRelease(clipped_sum, 1.0, None, None, {})
 
     def abandon(self) -> None: ...
 

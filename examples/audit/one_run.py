@@ -129,7 +129,7 @@ def audited_run(
             for _ in range(count)
         ]
         options = {"privacy_unit": "user_id", "max_rows_per_unit": rows_per_canary, **options}
-    settings = {"report_to": "none", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}
+    settings = {"recipe": "none", "report_to": "none", "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}
     settings |= {"save_strategy": "no", "logging_strategy": "no"}
     args = DCSGDTrainingArguments(str(output_dir), **{**settings, **options})
     trainer = DCSGDTrainer(model, args, train_dataset=training)

@@ -35,15 +35,13 @@ COMMON = """
 PRIVATE = f"""
     --target_epsilon {EPSILON} --clipping dc_sgd_e --eval_on_start
     --trunk_cache on --trunk_cache_dir {OUTPUT / "cache"}
-    --per_device_train_batch_size 128 --gradient_accumulation_steps 4 --num_train_epochs 2 --learning_rate 1e-3
 """
 REFERENCE = "--non_private --per_device_train_batch_size 64 --num_train_epochs 1 --learning_rate 3e-4"
 NEXT = """
 Next, the paper's run on real data (needs the Hub, and better a GPU):
 
     python examples/glue/run_glue.py --model_name_or_path bert-base-uncased --task_name qnli --do_train --do_eval \\
-        --target_epsilon 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 8 --num_train_epochs 5 \\
-        --learning_rate 1e-3 --output_dir outputs/qnli
+        --target_epsilon 8 --recipe paper --per_device_train_batch_size 32 --output_dir outputs/qnli
 
 or your own data: --train_file messages.csv --validation_file more.csv in place of --task_name qnli.
 """

@@ -62,6 +62,7 @@ def draw_percentiles(axes: Axes, bins: int, seed: int) -> None:
                 percentile=float(percentile),
                 histogram_bins=bins,
                 histogram_range=histogram_range,
+                histogram_rule="paper",
                 histogram_noise_multiplier=multiplier,
                 expected_batch_size=EXPECTED_BATCH_SIZE,
             )
@@ -89,6 +90,7 @@ def draw_errors(axes: Axes, bins: int, seed: int) -> None:
             expected_batch_size=EXPECTED_BATCH_SIZE,
             histogram_bins=bins,
             histogram_range=histogram_range,
+            histogram_rule="paper",
             histogram_noise_multiplier=multiplier,
         )
         threshold.update(histogram.noisy_counts)

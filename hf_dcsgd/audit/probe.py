@@ -90,6 +90,8 @@ def probe_trainer(
         options = {"privacy_unit": "owner", "max_rows_per_unit": rows_per_unit, **options}
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     settings: dict[str, Any] = {
+        "recipe": "none",
+        "accountant": "rdp",
         "clipping": clipping,
         "noise_multiplier": NOISE_MULTIPLIER,
         "clip_threshold": CLIP_THRESHOLD,

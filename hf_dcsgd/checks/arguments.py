@@ -87,6 +87,8 @@ def require_sound_optimization(args: TrainingArguments) -> None:
     """Refuse what would turn the weights into NaN after the budget is spent, or fail inside the optimizer."""
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor"):
         value: Any = getattr(args, name)
+        if value is None and name == "learning_rate":  # derived later, when the data are known
+            continue
         require_kind(name, value, float)
         if not (float(value) >= 0 and math.isfinite(value)):
             raise ValueError(f"expected {name} >= 0 and finite, got {value:g}")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hf_dcsgd.clipping.base import NormClipping, PublicNumbers, Released, SideQuery, bounded
+from hf_dcsgd.clipping.following import FollowingHistogram, NormDistribution
 from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
-from hf_dcsgd.clipping.options import PERCENTILE, StrategyOption, require_threshold
+from hf_dcsgd.clipping.options import CLIP_THRESHOLD, PERCENTILE, StrategyOption, require_threshold
 from hf_dcsgd.clipping.registry import register_strategy
 from hf_dcsgd.validation import require, require_count, require_non_negative, require_positive
 
@@ -38,8 +39,27 @@ BINS = StrategyOption("histogram_bins", 20, "The number of bins of the histogram
 RANGE = StrategyOption(
     "histogram_range",
     None,
-    "The first range R of the histogram. Default: histogram_bins for dc_sgd_e, 1 for dc_sgd_p.",
+    "The first range R of the histogram. Default: 100 × clip_threshold; with histogram_rule=paper, histogram_bins for "
+    "dc_sgd_e and 1 for dc_sgd_p.",
     require_threshold,
+)
+FOLLOWING_RULE, PAPER_RULE = "following", "paper"
+
+
+def _require_rule(name: str, value: str) -> str:
+    rules = (FOLLOWING_RULE, PAPER_RULE)
+    require(value in rules, f"expected {name} to be one of {', '.join(rules)}, got {value!r}")
+    return value
+
+
+RULE = StrategyOption(
+    "histogram_rule",
+    None,
+    "How the histogram keeps up with the norms. following (default of dc_sgd_e): growing bins on a window that "
+    "slides, averaged over steps. paper (default of dc_sgd_p): equal bins, a range set anew at each step, the newest "
+    "counts alone.",
+    _require_rule,
+    str,
 )
 NOISE_MULTIPLIER = StrategyOption(
     "histogram_noise_multiplier",
@@ -92,8 +112,9 @@ class HistogramThreshold(NormClipping):
     C and R move only on counts that are finite and whose total S′ is positive; else both are kept.
     """
 
-    options = (*NormClipping.options, BINS, RANGE, NOISE_MULTIPLIER)
+    options = (*NormClipping.options, BINS, RANGE, RULE, NOISE_MULTIPLIER)
     public_numbers: ClassVar[tuple[str, ...]] = ("expected_batch_size",)
+    default_rule: ClassVar[str]
 
     def __init__(
         self,
@@ -101,6 +122,7 @@ class HistogramThreshold(NormClipping):
         *,
         histogram_bins: int,
         histogram_range: float,
+        histogram_rule: str,
         histogram_noise_multiplier: float,
         expected_batch_size: int,
     ) -> None:
@@ -108,6 +130,10 @@ class HistogramThreshold(NormClipping):
         self._bins = BINS.checked(histogram_bins)
         self._range = RANGE.checked(histogram_range)
         self._noise_multiplier = NOISE_MULTIPLIER.checked(histogram_noise_multiplier)
+        self._following, self._growth = None, 1.0
+        if RULE.checked(histogram_rule) == FOLLOWING_RULE:
+            self._following = FollowingHistogram(self._bins, self._range, self._noise_multiplier)
+            self._growth = self._following.growth
         self._expected_batch_size = require_count("expected_batch_size", expected_batch_size)
         relative_noise = self._noise_multiplier * math.sqrt(self._bins) / self._expected_batch_size
         if relative_noise > _NOISY_SHARE:
@@ -124,15 +150,20 @@ class HistogramThreshold(NormClipping):
 
     @classmethod
     def default_settings(cls, settings: Mapping[str, Any], numbers: PublicNumbers) -> dict[str, Any]:
+        rule = settings["histogram_rule"] or cls.default_rule
+        follows = rule == FOLLOWING_RULE
         return {
-            "histogram_range": cls.default_range(settings["histogram_bins"]),
+            "histogram_rule": rule,
+            "histogram_range": 100 * settings["clip_threshold"]
+            if follows
+            else cls.paper_range(settings["histogram_bins"]),
             "histogram_noise_multiplier": default_histogram_noise_multiplier(numbers.noise_multiplier),
         }
 
     @staticmethod
     @abstractmethod
-    def default_range(histogram_bins: int) -> float:
-        """Return R of the first step."""
+    def paper_range(histogram_bins: int) -> float:
+        """Return the paper's R of the first step."""
 
     @classmethod
     def side_noise_multipliers(cls, settings: Mapping[str, Any]) -> dict[str, float]:
@@ -152,41 +183,64 @@ class HistogramThreshold(NormClipping):
         return SideQuery(size=self._bins, sensitivity=1.0, noise_multiplier=self._noise_multiplier)
 
     def side_contribution(self, per_example_norms: torch.Tensor) -> torch.Tensor:
-        return norm_histogram(per_example_norms, self._range, self._bins)
+        return norm_histogram(per_example_norms, self._range, self._bins, self._growth)
 
     def advance(self, noisy_side: np.ndarray) -> Released:
-        histogram = NoisyHistogram(noisy_side, self._range)
+        histogram = NoisyHistogram(noisy_side, self._range, self._growth)
         values: Released = {
             "clip_threshold": self.clip_threshold,
             "histogram_range": self._range,
+            "histogram_edges": histogram.edges.tolist(),
             "noisy_histogram": noisy_side.tolist(),
         }
         if histogram.usable:
             values["noisy_clip_fraction"] = histogram.fraction_above(self.clip_threshold)
-            threshold, histogram_range = self._next(histogram)
-            self.move_to(threshold)
-            self._range = bounded(histogram_range)
+            if self._following is None:
+                threshold, histogram_range = self._next(histogram)
+                self.move_to(threshold)
+                self._range = bounded(histogram_range)
+            else:
+                self._follow(self._following, noisy_side)
         return values
+
+    def _follow(self, following: FollowingHistogram, noisy_counts: np.ndarray) -> None:
+        following.add(noisy_counts)
+        distribution = following.follow()
+        if distribution is not None:
+            self.move_to(self._threshold_for(distribution))
+            self._range = following.histogram_range
+
+    @abstractmethod
+    def _threshold_for(self, distribution: NormDistribution) -> float:
+        """C of the next step for norms of this distribution."""
 
     @abstractmethod
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
-        """(C, R) of the next step, from usable counts."""
+        """(C, R) of the next step by the paper's rule, from usable counts."""
 
     def own_state(self) -> dict[str, Any]:
-        return {**super().own_state(), "histogram_range": self._range}
+        following = {} if self._following is None else self._following.state()
+        return {**super().own_state(), "histogram_range": self._range, **following}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         histogram_range = RANGE.checked(state["histogram_range"])
+        CLIP_THRESHOLD.checked(state["clip_threshold"])
+        if self._following is not None:
+            self._following.load(histogram_range, state)
         super().load_own_state(state)
         self._range = histogram_range
 
 
 @register_strategy
 class PercentileThreshold(HistogramThreshold):
-    """Algorithm 3: C is the center of the bin where the running (raw) count reaches p·S′; R = 2C."""
+    """C is a percentile of the norms.
+
+    By the paper's rule (Algorithm 3), C is the center of the bin where the running (raw) count reaches p·S′; R = 2C.
+    """
 
     name = "dc_sgd_p"
     title = "DC-SGD-P"
+    default_rule = PAPER_RULE
     summary = "a percentile of the norms"
     options = (*HistogramThreshold.options, PERCENTILE)
 
@@ -195,7 +249,7 @@ class PercentileThreshold(HistogramThreshold):
         self._percentile = PERCENTILE.checked(percentile)
 
     @staticmethod
-    def default_range(histogram_bins: int) -> float:
+    def paper_range(histogram_bins: int) -> float:
         return 1.0
 
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
@@ -204,17 +258,22 @@ class PercentileThreshold(HistogramThreshold):
         threshold = bounded(float(histogram.bin_centers[index]))
         return threshold, 2 * threshold
 
+    def _threshold_for(self, distribution: NormDistribution) -> float:
+        return distribution.quantile(self._percentile)
+
 
 @register_strategy
 class ExpectedErrorThreshold(HistogramThreshold):
-    """Algorithm 4: C minimizes the expected squared error of the released gradient; R doubles or halves.
+    """C minimizes the expected squared error of the released gradient.
 
-    The error is computed on the counts projected onto the simplex, where it is convex and the search ends; the rule
-    for R sees the raw counts. A search that does not end within 64 rounds keeps C.
+    By the paper's rule (Algorithm 4), R doubles or halves. The error is computed on the counts projected onto the
+    simplex, where it is convex and the search ends; the rule for R sees the raw counts. A search that does not end
+    within 64 rounds keeps C.
     """
 
     name = "dc_sgd_e"
     title = "DC-SGD-E"
+    default_rule = FOLLOWING_RULE
     summary = "least expected squared error; nothing to tune"
     public_numbers = ("expected_batch_size", "grad_noise_multiplier", "num_parameters")
 
@@ -234,11 +293,14 @@ class ExpectedErrorThreshold(HistogramThreshold):
         self._warned = False
 
     @staticmethod
-    def default_range(histogram_bins: int) -> float:
+    def paper_range(histogram_bins: int) -> float:
         return float(histogram_bins)
 
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
         return self._next_threshold(histogram), self._next_range(histogram)
+
+    def _threshold_for(self, distribution: NormDistribution) -> float:
+        return distribution.least_error_threshold(self._unit_variance)
 
     def _next_threshold(self, histogram: NoisyHistogram) -> float:
         counts = histogram.projected()
@@ -257,7 +319,7 @@ class ExpectedErrorThreshold(HistogramThreshold):
             self._warned = True
             logger.warning(
                 "the last histogram bin holds %.0f%% of the noisy count and the range stays at %g: norms beyond it "
-                "are taken for smaller than they are, so the threshold is biased low; a larger histogram_range helps",
+                "are taken for smaller than they are, so the threshold is biased low; histogram_rule=following helps",
                 100 * counts[-1] / total,
                 self._range,
             )

@@ -7,6 +7,7 @@ is post-processing of the released noisy counts and costs no privacy.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,26 +20,52 @@ if TYPE_CHECKING:
     import torch
 
 
-def norm_histogram(per_example_norms: torch.Tensor, histogram_range: float, bins: int) -> torch.Tensor:
-    """Private fp32 counts of shape `(bins,)`; bin `min(bins - 1, floor(bins × norm / range))`.
+def bin_edges(histogram_range: float, bins: int, growth: float = 1.0) -> np.ndarray:
+    """Return `bins + 1` edges from 0 to the range: evenly spaced, or each `growth` times the one below it."""
+    if growth == 1:
+        return np.arange(bins + 1) * (histogram_range / bins)
+    edges = histogram_range * growth ** np.arange(-bins, 1, dtype=np.float64)
+    edges[0] = 0.0
+    return edges
+
+
+def norm_histogram(
+    per_example_norms: torch.Tensor, histogram_range: float, bins: int, growth: float = 1.0
+) -> torch.Tensor:
+    """Private fp32 counts of shape `(bins,)` between the edges of `bin_edges`.
 
     The last bin takes everything beyond the range, and every norm that is not finite. No example: all zeros.
     """
     import torch  # here, as strategies are declared where torch is not loaded
 
-    norms = per_example_norms.detach().reshape(-1).float()
-    position = torch.nan_to_num(norms * (bins / histogram_range), nan=torch.inf).clamp(0, bins - 1)
-    index = position.floor().long()
+    norms = torch.nan_to_num(per_example_norms.detach().reshape(-1).float(), nan=torch.inf)
+    if growth == 1:
+        position = norms * (bins / histogram_range)
+    else:
+        position = (norms / histogram_range).log() / math.log(growth) + bins
+    index = position.clamp(0, bins - 1).floor().long()
     # A comparison instead of bincount: deterministic on every device, and no wait for the device.
     return (index[:, None] == torch.arange(bins, device=norms.device)).sum(dim=0, dtype=torch.float32)
 
 
+def onto_simplex(counts: np.ndarray, total: float) -> np.ndarray:
+    """Return the nearest point to finite counts on the simplex {x ≥ 0, Σx = total > 0}."""
+    scale = max(float(np.abs(counts).max()), total)
+    counts, total = counts / scale, total / scale
+    descending = np.sort(counts)[::-1]
+    excess = (np.cumsum(descending) - total) / np.arange(1, len(counts) + 1)
+    # The largest count is always kept, so the index is never below zero, also when rounding eats the total.
+    kept = max(int(np.count_nonzero(descending > excess)), 1)
+    return np.maximum(counts - excess[kept - 1], 0.0) * scale
+
+
 @dataclass(frozen=True)
 class NoisyHistogram:
-    """Released counts (noisy, possibly negative) over `bins` equal bins of `[0, histogram_range]`."""
+    """Released counts (noisy, possibly negative) over bins of `[0, histogram_range]`, equal or growing ones."""
 
     noisy_counts: np.ndarray
     histogram_range: float
+    growth: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noisy_counts", np.asarray(self.noisy_counts, dtype=np.float64))
@@ -53,12 +80,12 @@ class NoisyHistogram:
     @property
     def edges(self) -> np.ndarray:
         """The `bins + 1` edges, from 0 to the range."""
-        return np.arange(self.bins + 1) * (self.histogram_range / self.bins)
+        return bin_edges(self.histogram_range, self.bins, self.growth)
 
     @property
     def bin_centers(self) -> np.ndarray:
         """The center of each bin: the norm that its members are taken to have."""
-        return (np.arange(self.bins) + 0.5) * (self.histogram_range / self.bins)
+        return (self.edges[1:] + self.edges[:-1]) / 2
 
     @cached_property
     def total(self) -> float:
@@ -71,25 +98,15 @@ class NoisyHistogram:
         """Whether the counts are finite and their total is positive; else no threshold can be read off them."""
         return bool(np.isfinite(self.noisy_counts).all()) and 0 < self.total < np.inf
 
-    @cached_property
-    def _projected(self) -> np.ndarray:
-        scale = float(np.abs(self.noisy_counts).max())
-        counts, total = self.noisy_counts / scale, self.total / scale
-        descending = np.sort(counts)[::-1]
-        excess = (np.cumsum(descending) - total) / np.arange(1, self.bins + 1)
-        # The largest count is always kept, so the index is never below zero, also when rounding eats the total.
-        kept = max(int(np.count_nonzero(descending > excess)), 1)
-        return np.maximum(counts - excess[kept - 1], 0.0) * scale
-
     def projected(self) -> np.ndarray:
         """The nearest point to the noisy counts on the simplex {x ≥ 0, Σx = S′}; needs `usable` counts."""
         require(self.usable, f"expected finite counts with a positive total, got a total of {self.total}")
-        return self._projected
+        return onto_simplex(self.noisy_counts, self.total)
 
     def fraction_above(self, threshold: float) -> float:
         """Estimated fraction of norms above `threshold`, spreading each projected count evenly over its bin.
 
         Beyond the range nothing is known, so a threshold at or above it gives 0.
         """
-        share = np.clip((self.edges[1:] - threshold) / (self.histogram_range / self.bins), 0.0, 1.0)
+        share = np.clip((self.edges[1:] - threshold) / np.diff(self.edges), 0.0, 1.0)
         return float(np.clip(np.dot(self.projected(), share) / self.total, 0.0, 1.0))

@@ -193,6 +193,7 @@ def build_trainer(
     trainer_class: type[Trainer] = DCSGDTrainer
     if data_args.non_private:
         trainer_class = Trainer
+        args.settle(None)
         if isinstance(model, PreTrainedModel):
             select_trainable_layers(model, args.trainable_layers or DEFAULT_LAYERS)
         print("NOTHING IS PRIVATE in this run (--non_private): it is a reference only")

@@ -44,7 +44,7 @@ HIGH_RDP_ORDERS: tuple[float, ...] = tuple(
 RDP_ORDERS = LOW_RDP_ORDERS + HIGH_RDP_ORDERS
 _RDP_RESOLUTION = 1e-14  # rounding error of one step's Rényi divergence; charged on top, so that it cannot favor us
 _PLD_GRID_POINTS = 2e5  # for one step, at most
-_COARSE = 10.0
+_GRID_SCALES = (1.0, 10.0, 100.0)  # the grid of the result, and coarser ones to find it by
 
 
 # -- Theorem 1 --------------------------------------------------------------------------------------------------------
@@ -210,19 +210,31 @@ def _calibrated(
 
     if not _has_grid(function):
         return smallest_noise_multiplier(spent, epsilon)
-    # The fine grid is slow, so a coarse one is solved, for a target moved by what it overstates.
-    sigma, target = group_size * (_calibrated(rdp_epsilon, epsilon, delta, rate, steps) or 1.0), epsilon
-    if group_size > 1:  # slower still, and good to a fraction of a percent on the coarse grid
-        return smallest_noise_multiplier(lambda s: spent(s, _COARSE), epsilon, guess=sigma, factor=1.1)
+    guess = group_size * (_calibrated(rdp_epsilon, epsilon, delta, rate, steps) or 1.0)
+    # The fine grid is slower still for a group, and the next one is good to a fraction of a percent.
+    return _solved_by_grids(spent, epsilon, guess, _GRID_SCALES if group_size == 1 else _GRID_SCALES[1:2])
+
+
+def _solved_by_grids(
+    spent: Callable[[float, float], float], epsilon: float, guess: float, scales: Sequence[float]
+) -> float | None:
+    """Solve on the first of these grids, the finest: on the next one, for a target moved by what that overstates.
+
+    Two looks at a grid do as a rule, since what the next one overstates hardly depends on σ.
+    """
+    scale, *coarser = scales
+    if not coarser:
+        return smallest_noise_multiplier(lambda sigma: spent(sigma, scale), epsilon, guess=guess, factor=1.1)
+    target = epsilon
     for _ in range(6):
-        coarse = smallest_noise_multiplier(lambda s: spent(s, _COARSE), target, guess=sigma, factor=1.1)
-        if coarse is None:
+        sigma = _solved_by_grids(spent, target, guess, coarser)
+        if sigma is None:
             return None
-        sigma, excess = coarse, spent(coarse) - epsilon
+        guess, excess = sigma, spent(sigma, scale) - epsilon
         if -4e-6 * epsilon <= excess <= 0:
             return sigma
         target -= excess + 2e-6 * epsilon
-    return smallest_noise_multiplier(spent, epsilon, guess=sigma, factor=1.01)
+    return smallest_noise_multiplier(lambda sigma: spent(sigma, scale), epsilon, guess=guess, factor=1.01)
 
 
 def smallest_noise_multiplier(
@@ -328,7 +340,7 @@ def pld_epsilon(event: DpEvent, delta: float, *, grid_scale: float = 1.0) -> flo
 
 
 def pld_interval(step: DpEvent, count: int) -> float:
-    """Return the spacing of the grid of privacy losses: 1e-4, finer for tiny losses, coarser for huge ones.
+    """Return the spacing of the grid of privacy losses: 2e-4, finer for tiny losses, coarser for huge ones.
 
     A tenth of the standard deviation of one step's loss, so that rounding does not outweigh it, but no more points
     than `_PLD_GRID_POINTS` up to the loss at ten standard deviations of noise.
@@ -341,7 +353,7 @@ def pld_interval(step: DpEvent, count: int) -> float:
     sigma = gaussian.noise_multiplier if sampled else gaussian.noise_multiplier / math.sqrt(count)
     deviation = rate * math.sqrt(math.expm1(min(sigma**-2, 100.0)))
     largest = np.logaddexp(0.0, math.log(rate) + 10 / sigma + 0.5 / sigma**2)
-    return float(max(min(1e-4, deviation / 10), largest / _PLD_GRID_POINTS))
+    return float(max(min(2e-4, deviation / 10), largest / _PLD_GRID_POINTS))
 
 
 def _mixture_interval(step: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> float:

@@ -39,9 +39,13 @@ class BudgetExhausted(RuntimeError):  # noqa: N818 (a planned end, not a fault)
 
 @dataclass(frozen=True)
 class NoisyRelease:
-    """What one step makes public: `(Σ fᵢ·gᵢ + noise)/B`, the noisy mean loss, and values that are safe to log."""
+    """What one step makes public: `(Σ fᵢ·gᵢ + noise)/B`, the noisy mean loss, and values that are safe to log.
+
+    `sensitivity` is what the noise on the gradient was scaled to: the threshold, where there is one.
+    """
 
     noisy_gradient: torch.Tensor
+    sensitivity: float
     noisy_loss: float | None
     noisy_side: np.ndarray | None
     values: Released
@@ -154,12 +158,13 @@ class DPMechanism:
         parts = self._noisy_totals(queries)
         noisy_gradient = parts["gradient"].div_(self.plan.expected_batch_size)
         noisy_loss = parts["loss"].item() / self.plan.expected_batch_size if "loss" in parts else None
+        sensitivity = self.threshold.sensitivity
         # Last: the sensitivity above was that of the threshold which this batch was clipped with.
         noisy_side = parts["side"].cpu().numpy().astype(np.float64) if "side" in parts else None
         self.threshold.update(noisy_side)
         self._step += 1
         self._released += 1
-        return NoisyRelease(noisy_gradient, noisy_loss, noisy_side, self.threshold.released_values())
+        return NoisyRelease(noisy_gradient, sensitivity, noisy_loss, noisy_side, self.threshold.released_values())
 
     def abandon(self) -> None:
         """Charge the logical batch under way and forget it without a release: that it failed depends on the data."""

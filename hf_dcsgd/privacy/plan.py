@@ -130,7 +130,7 @@ class PrivacyPlan:
         target_epsilon: float | None = None,
         noise_multiplier: float | None = None,
         target_delta: float | None = None,
-        accountant: str = "rdp",
+        accountant: str = "pld",
         clipping: str = "dc_sgd_e",
         settings: Mapping[str, Any] | None = None,
         loss_clip: float | None = None,

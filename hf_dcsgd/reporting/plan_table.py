@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan, PrivacyUnit
+from hf_dcsgd.recipe import USEFUL_TRAVEL
+
+if TYPE_CHECKING:
+    from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 OPT_OUT_TEXTS = {
     RAW_TRAIN_LOSS: "The raw training loss is logged. It is computed from private examples without noise.",
@@ -41,8 +46,34 @@ def describe_plan(plan: PrivacyPlan) -> str:
     if plan.delta * plan.num_units >= 1:
         rows.append(("note", "δ is no smaller than 1/N, as in the paper; a smaller one is better practice"))
     rows += [("WARNING", f"no guarantee, because of {name}: {opt_out_text(name)}") for name in plan.opt_outs]
+    return _table("Privacy plan", rows)
+
+
+def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
+    """Return what was derived for whom left it unset, with the reasons, and how far training can get by it."""
+    rows = [
+        (name, f"{_shown(getattr(value := getattr(args, name), 'value', value))}: {reason}")
+        for name, reason in args.derived.items()
+        if name != "num_train_epochs" or args.max_steps <= 0
+    ]
+    if "adam" in str(getattr(args.optim, "value", args.optim)):
+        distance = args.travel(plan).per_rate * args.learning_rate
+        rows.append(("travel", f"D = {distance:.3g}, the sum of learning rate × B/σ_T over all steps"))
+        if distance < USEFUL_TRAVEL:
+            rows.append(
+                (
+                    "WARNING",
+                    f"a travel below {USEFUL_TRAVEL:g} has left models close to untrained: {plan.dataset_size} "
+                    f"examples at ε = {plan.epsilon():.3g} with these settings may be too few to learn from. More "
+                    "examples, a larger target_epsilon, or values left to the recipe help",
+                )
+            )
+    return _table(f"Recipe ({args.recipe})", rows) if rows else ""
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
-    return "\n".join(["Privacy plan", *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
 
 def describe_unit(unit: PrivacyUnit) -> str:
@@ -55,4 +86,4 @@ def describe_unit(unit: PrivacyUnit) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+    return str(value) if isinstance(value, str | bool) else f"{value:g}"

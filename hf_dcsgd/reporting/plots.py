@@ -126,7 +126,7 @@ def _saved(figure: Figure, kind: str, dpi: int, metadata: dict[str, None]) -> by
 def _shares(line: dict[str, Any], rows: np.ndarray) -> np.ndarray:
     """Share of one noisy histogram that lies between consecutive values of `rows`."""
     counts = np.maximum(np.asarray(line["noisy_histogram"], dtype=float), 0.0)
-    edges = np.linspace(0, line["histogram_range"], len(counts) + 1)
+    edges = np.asarray(line["histogram_edges"], dtype=float)
     below = np.concatenate([[0.0], np.cumsum(counts)]) / max(counts.sum(), 1e-300)
     return np.diff(np.interp(rows, edges, below))
 

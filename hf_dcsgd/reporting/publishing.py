@@ -27,7 +27,7 @@ from transformers.utils import hf_api
 from transformers.utils.hub import PushInProgress
 
 from hf_dcsgd.reporting import model_card, report
-from hf_dcsgd.reporting.plan_table import describe_plan
+from hf_dcsgd.reporting.plan_table import describe_plan, describe_recipe
 from hf_dcsgd.reporting.run_record import RecordedRun
 from hf_dcsgd.reporting.schema import PrivacyReport
 from hf_dcsgd.runs.callbacks import released_logs
@@ -101,6 +101,7 @@ class PublishingTrainer(Trainer):
         if is_main:
             plan = self._run.mechanism.plan
             print(describe_plan(plan) + describe_earlier(earlier, plan))
+            print(describe_recipe(self.args, plan))
 
     def _end_run(self, run: RecordedRun) -> None:
         run.end()

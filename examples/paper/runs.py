@@ -1,0 +1,158 @@
+"""One run of the results page: a task, a method and its options, ε and a seed → accuracy, as a JSON file.
+
+A run is described by its `Setting`, which also names its file: a run whose file is there is not repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tasks
+import torch
+from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
+
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
+
+RESULTS = Path(__file__).parent / "results"
+PAPER_EPOCHS = {"mnist": 10, "names": 20}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a run is: everything that its result depends on, but chance.
+
+    Args:
+        task: A task of `tasks.py`.
+        method: `non_private`, or a clipping strategy at the paper's setting (B = 256, Adam at 1e-3, a constant rate,
+            5 epochs for text, RDP), or `recipe`: nothing given but ε.
+        epsilon: ε; None without privacy.
+        options: Arguments that differ from the method's.
+        rows: How many training rows; None for all.
+        seed: Initializes the head. Noise and draws are fresh in any case.
+    """
+
+    task: str
+    method: str
+    epsilon: float | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    rows: int | None = None
+    seed: int = 0
+    model: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Name the file of the result."""
+        options = "_".join(f"{name}={value}" for name, value in sorted(self.options.items()))
+        parts = [self.task, str(self.rows or "all"), self.method, f"eps={self.epsilon:g}" if self.epsilon else ""]
+        name = re.sub(r"[^\w=.+-]+", "-", "_".join(part for part in (*parts, options, f"seed={self.seed}") if part))
+        if self.model:
+            name += "_" + hashlib.blake2b(self.model.encode(), digest_size=4).hexdigest()
+        return name
+
+    @property
+    def path(self) -> Path:
+        """Where the result is kept."""
+        return RESULTS / f"{self.key}.json"
+
+    def arguments(self, folder: str) -> TrainingArguments:
+        """Return the arguments of the run."""
+        common: dict[str, Any] = {
+            "save_strategy": "no",
+            "report_to": "none",
+            "logging_strategy": "no",
+            "seed": self.seed,
+            "use_cpu": not torch.accelerator.is_available(),
+            "per_device_eval_batch_size": 128,
+            "dataloader_pin_memory": torch.accelerator.is_available(),
+        }
+        if self.method == "non_private":
+            return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
+        if self.task in tasks.TEXT:
+            common |= {"trunk_cache": "on"}
+        if self.method != "recipe":
+            common |= {"recipe": "paper", "clipping": self.method}
+            common |= {"num_train_epochs": PAPER_EPOCHS[self.task]} if self.task in PAPER_EPOCHS else {}
+        return DCSGDTrainingArguments(folder, target_epsilon=self.epsilon, **{**common, **self.options})
+
+
+def accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Return accuracy, and Matthews' correlation for unbalanced labels."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    found, labels = np.argmax(logits, axis=-1), prediction.label_ids
+    both = np.corrcoef(found, labels)[0, 1] if len(set(found)) > 1 else 0.0
+    return {"accuracy": float((found == labels).mean()), "correlation": float(both)}
+
+
+def carry_out(setting: Setting, data_folder: Path) -> dict[str, Any]:
+    """Train and evaluate; return the result, JSON-able."""
+    logging.getLogger("hf_dcsgd").setLevel(logging.ERROR)
+    set_seed(setting.seed)
+    data = tasks.load(setting.task, data_folder, rows=setting.rows, model=setting.model)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        args, model = setting.arguments(folder), data.make_model()
+        common: dict[str, Any] = {
+            "train_dataset": data.train,
+            "eval_dataset": data.evaluation,
+            "data_collator": data.collator,
+            "compute_metrics": accuracy,
+        }
+        if isinstance(args, DCSGDTrainingArguments):
+            trainer: Trainer = DCSGDTrainer(model, args, **common, per_example_loss_func=data.loss)
+        else:
+            if data.loss is None:
+                select_trainable_layers(model)
+            trainer = Trainer(model, args, **common, compute_loss_func=_mean_of(data.loss))
+        trainer.train()
+        seconds = time.monotonic() - started
+        metrics = trainer.evaluate()
+        result: dict[str, Any] = {
+            "setting": dataclasses.asdict(setting),
+            "accuracy": metrics["eval_accuracy"],
+            "correlation": metrics["eval_correlation"],
+            "evaluation_rows": len(data.evaluation),
+            "seconds": round(seconds, 1),
+            "steps": trainer.state.global_step,
+            "learning_rate": args.learning_rate,
+            "threads": torch.get_num_threads(),
+            "versions": {name: importlib.metadata.version(name) for name in ("hf-dcsgd", "torch", "transformers")},
+        }
+        if isinstance(trainer, DCSGDTrainer):
+            assert trainer.plan is not None
+            result |= {"plan": trainer.plan.to_dict(), "epsilon": trainer.epsilon()}
+            result["thresholds"] = _thresholds(Path(folder))
+    return result
+
+
+def _mean_of(loss: Any) -> Any:
+    if loss is None:
+        return None
+    return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels).mean()
+
+
+def _thresholds(folder: Path) -> list[float]:
+    """Return C at some twenty steps of the run."""
+    lines = (folder / "privacy_trace.jsonl").read_text(encoding="utf-8").splitlines()
+    values = [json.loads(line).get("clip_threshold") for line in lines]
+    return [values[k] for k in tasks.spread(len(values), 20)]
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(partial, path)

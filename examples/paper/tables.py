@@ -1,0 +1,134 @@
+"""Run the tables of docs/results.md, one run after another; what is there already is not repeated.
+
+    python examples/paper/tables.py sst2 --data DATA_FOLDER                  # (a)
+    python examples/paper/tables.py pairs --data DATA_FOLDER                 # (b)
+    python examples/paper/tables.py sst2 --data DATA_FOLDER --rows 20000     # the same on fewer rows
+    python examples/paper/tables.py insensitivity --data DATA_FOLDER         # (d) bins, σ_H and C_0
+    python examples/paper/tables.py scale --data DATA_FOLDER                 # the release divided by C, or not
+    python examples/paper/tables.py held_out --data DATA_FOLDER              # the recipe where it was not derived
+    python examples/paper/tables.py scratch --data DATA_FOLDER               # (f) MNIST and NAMES
+    python examples/paper/tables.py sst2 --data DATA_FOLDER --list           # what there is, and what is missing
+
+Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
+stopped. The rows that matter most come first, so that a table that is not finished can be read. `results_page.py`
+makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from runs import Setting, carry_out, write
+
+EPSILONS = (2.0, 8.0, 4.0)
+# The candidates of the paper, the most telling ones first.
+THRESHOLDS = (1.0, 0.1, 10.0, 0.5, 4.0, 0.2, 2.0, 0.8, 6.0, 8.0)
+PERCENTILES = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.4, 0.6, 0.8)
+NON_PRIVATE = [
+    {"learning_rate": rate, "num_train_epochs": 3, "per_device_train_batch_size": 64, "warmup_steps": 0.1}
+    for rate in (3e-4, 1e-4, 1e-3)
+]
+SEEDS = 3
+
+
+def by_method(task: str, rows: int | None) -> Iterator[Setting]:
+    """Yield every method at every ε: (a) and (b)."""
+
+    def at(method: str, epsilon: float | None, seed: int = 0, **options: Any) -> Setting:
+        return Setting(task, method, epsilon, options, rows, seed)
+
+    for epsilon in EPSILONS:
+        yield at("recipe", epsilon)
+        yield at("dc_sgd_e", epsilon)
+        yield from (at("fixed", epsilon, clip_threshold=value) for value in THRESHOLDS[:3])
+        yield at("auto_clip", epsilon)
+        if epsilon == EPSILONS[0]:
+            yield from (at("non_private", None, **options) for options in NON_PRIVATE)
+        for seed in range(1, SEEDS):
+            for method in ("recipe", "dc_sgd_e", "auto_clip"):
+                yield at(method, epsilon, seed)
+    for epsilon in EPSILONS:
+        yield from (at("fixed", epsilon, clip_threshold=value) for value in THRESHOLDS[3:])
+        yield at("dc_sgd_p", epsilon, percentile=PERCENTILES[0])
+        yield at("andrew", epsilon)
+        yield at("du", epsilon)
+        yield from (at("fixed", epsilon, seed, clip_threshold=1.0) for seed in range(1, SEEDS))
+    for epsilon in EPSILONS:
+        yield from (at("dc_sgd_p", epsilon, percentile=value) for value in PERCENTILES[1:])
+
+
+def insensitivity(rows: int | None) -> Iterator[Setting]:
+    """Yield DC-SGD-E with other bins, σ_H and C_0 than the defaults: (d)."""
+    for name, values in (
+        ("clip_threshold", (0.01, 100.0)),
+        ("histogram_bins", (10, 40)),
+        ("histogram_noise_multiplier", (3.0, 10.0)),
+    ):
+        for value in values:
+            yield Setting("sst2", "recipe", 2.0, {name: value}, rows or 20_000)
+
+
+def scale(rows: int | None) -> Iterator[Setting]:
+    """Yield the release as it is and divided by its threshold, from good and bad first thresholds."""
+    for first in (100.0, 0.01, 1.0):
+        for divided in (False, True):
+            options = {"clip_threshold": first, "scale_free_gradient": divided}
+            yield Setting("sst2", "recipe", 2.0, options, rows or 20_000)
+
+
+def held_out(rows: int | None) -> Iterator[Setting]:
+    """Yield the recipe and the paper's setting on tasks that the recipe was not derived on."""
+    for task, epsilon in (("sms", 8.0), ("cola", 8.0), ("sms", 2.0), ("mnist", 2.0)):
+        for method in ("recipe", "dc_sgd_e"):
+            yield Setting(task, method, epsilon, rows=rows)
+
+
+def scratch(rows: int | None) -> Iterator[Setting]:
+    """Yield models trained from scratch: (f)."""
+    for epsilon in (1.0, 2.0, 4.0):
+        for method in ("dc_sgd_e", "recipe"):
+            yield Setting("mnist", method, epsilon, rows=rows)
+    for method in ("dc_sgd_e", "recipe"):
+        yield Setting("names", method, 4.0, rows=rows)
+
+
+TABLES = {
+    "sst2": lambda rows: by_method("sst2", rows),
+    "pairs": lambda rows: by_method("pairs", rows),
+    "insensitivity": insensitivity,
+    "scale": scale,
+    "held_out": held_out,
+    "scratch": scratch,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--data", type=Path, required=True, help="the folder with the data of all tasks")
+    parser.add_argument("--rows", type=int, help="take that many training rows (default: all)")
+    parser.add_argument("--most", type=int, help="stop after that many runs")
+    parser.add_argument("--list", action="store_true", help="list the runs and their results, and stop")
+    options = parser.parse_args()
+    settings = list(TABLES[options.table](options.rows))
+    if options.list:
+        for setting in settings:
+            print(f"{'there  ' if setting.path.exists() else 'missing'}  {setting.key}")
+        return
+    missing = [setting for setting in settings if not setting.path.exists()]
+    for setting in missing[: options.most]:
+        print(f"\n== {setting.key}", flush=True)
+        result = carry_out(setting, options.data)
+        write(result, setting.path)
+        print(f"== {setting.key}: {result['accuracy']:.2%} after {result['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

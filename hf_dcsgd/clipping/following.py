@@ -1,0 +1,161 @@
+"""A histogram of norms that follows them: bins of growing width, averaged over steps, on a window that slides.
+
+The paper's histogram has equal bins up to a range R that doubles when half of the norms lie beyond it. Norms of real
+runs become bimodal: most examples are learned and have hardly any gradient, some have a hundred times the typical one.
+Then half of them never lie beyond R, noise halves it, and the threshold sinks far below its optimum.
+
+Here each bin is a constant factor wider than the one below it, 1.5 for twenty bins, so that the window spans three
+decades however many there are. Released counts
+are averaged over steps (weights fall by `1 - _NEW` a step), which costs nothing and takes noise away. The bins above
+the highest one whose tail stands out of the noise are taken for empty: a single spurious count among large norms would
+outweigh all others. The window then slides by whole bins, so that the averages move with it.
+
+Everything here is a function of released counts and public numbers. Whatever is released, the window moves by at most
+half of its bins in a step, and shares are finite, non-negative and sum to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_dcsgd.clipping.histogram import bin_edges, onto_simplex
+from hf_dcsgd.clipping.options import MAX_THRESHOLD, MIN_THRESHOLD
+from hf_dcsgd.validation import require
+
+_SPAN = 1.5**19  # of the window, from the upper end of its first bin to that of its last
+_NEW = 0.2  # weight of the newest counts in the average
+_SIGNIFICANT = 3.0  # standard deviations of noise that a tail must stand out by
+_HEADROOM = 0.1  # share of the bins that is kept empty above the highest one in use
+
+
+def growth_for(bins: int) -> float:
+    """Return the factor by which each bin is wider than the one below it."""
+    return _SPAN ** (1 / (bins - 1))
+
+
+@dataclass(frozen=True)
+class NormDistribution:
+    """Estimated shares of the norms between consecutive edges; norms lie evenly over the logarithm within a bin.
+
+    Evenly over the norm itself in the first bin, which begins at zero.
+    """
+
+    edges: np.ndarray
+    shares: np.ndarray
+
+    def mean_excess(self, threshold: float) -> float:
+        """Return the mean of max(norm − threshold, 0)."""
+        lower, upper = self.edges[:-1], self.edges[1:]
+        reached = np.clip(threshold, lower, upper)
+        excess = np.empty(len(upper))
+        excess[0] = (upper[0] - reached[0]) ** 2 / (2 * upper[0])
+        above, start = upper[1:], reached[1:]
+        excess[1:] = (above - start - threshold * np.log(above / start)) / np.log(above / lower[1:])
+        return float(self.shares @ np.maximum(excess, 0.0))
+
+    def least_error_threshold(self, unit_variance: float) -> float:
+        """Return the C that minimizes `unit_variance·C² + mean of max(norm − C, 0)²`.
+
+        Half of its derivative, `unit_variance·C − mean_excess(C)`, rises with C from a negative value at zero, so that
+        it has one root, below the last edge: sixty halvings of the interval, in logarithms, find it.
+        """
+        low, high = self.edges[-1] * 1e-15, self.edges[-1]
+        for _ in range(60):
+            middle = math.sqrt(low * high)
+            if unit_variance * middle < self.mean_excess(middle):
+                low = middle
+            else:
+                high = middle
+        return math.sqrt(low * high)
+
+    def quantile(self, fraction: float) -> float:
+        """Return the norm below which this fraction of the examples lies."""
+        below = np.concatenate([[0.0], np.cumsum(self.shares)])
+        index = min(int(np.searchsorted(below, fraction * below[-1], side="left")), len(self.shares)) - 1
+        index = max(index, 0)
+        part = (fraction * below[-1] - below[index]) / max(self.shares[index], 1e-300)
+        lower, upper = float(self.edges[index]), float(self.edges[index + 1])
+        part = min(max(part, 0.0), 1.0)
+        return lower * (upper / lower) ** part if lower > 0 else upper * max(part, 0.5)
+
+
+class FollowingHistogram:
+    """The averaged counts and the range of their window.
+
+    Args:
+        bins: The number of bins.
+        histogram_range: The upper end of the window at the first step.
+        noise_multiplier: The standard deviation of the noise on a released count.
+    """
+
+    def __init__(self, bins: int, histogram_range: float, noise_multiplier: float) -> None:
+        self._noise_multiplier = noise_multiplier
+        self.growth = growth_for(bins)
+        self._average = np.zeros(bins)
+        self._weight = self._squared_weight = 0.0
+        self.histogram_range = histogram_range
+
+    def add(self, noisy_counts: np.ndarray) -> None:
+        """Take in the counts of a step, which must be finite."""
+        self._average = (1 - _NEW) * self._average + _NEW * noisy_counts
+        self._weight = (1 - _NEW) * self._weight + _NEW
+        self._squared_weight = (1 - _NEW) ** 2 * self._squared_weight + _NEW**2
+
+    def follow(self) -> NormDistribution | None:
+        """Estimate the distribution of the norms and slide the window; None, and no move, where noise hides it."""
+        counts, bins = self._average / self._weight, len(self._average)
+        deviation = _SIGNIFICANT * self._noise_multiplier * math.sqrt(self._squared_weight) / self._weight
+        tails = np.cumsum(counts[::-1])[::-1]
+        seen = np.flatnonzero(tails > deviation * np.sqrt(np.arange(bins, 0, -1)))
+        if not len(seen) or not 0 < tails[0] < math.inf:
+            return None
+        highest = int(seen[-1])
+        shares = onto_simplex(counts[: highest + 1], float(tails[0]))
+        if not shares.sum() > 0:  # rounding ate a total that is tiny beside the counts
+            return None
+        shares /= shares.sum()
+        edges = bin_edges(self.histogram_range, bins, self.growth)[: highest + 2]
+        if highest == bins - 1 and counts[-1] > deviation:
+            self._slide(max(1, bins // 4))
+        else:
+            self._slide(max(highest + math.ceil(_HEADROOM * bins) - (bins - 1), -(bins // 2)))
+        return NormDistribution(edges, shares)
+
+    def _slide(self, shift: int) -> None:
+        """Move the window up by `shift` bins, or down, and the averages with it.
+
+        What leaves it goes to its first or last bin. What is in the first bin stays there: all that is known of it is
+        that it is small.
+        """
+        moved_range = self.histogram_range * self.growth**shift
+        if not MIN_THRESHOLD <= moved_range <= MAX_THRESHOLD:
+            return
+        moved, places = np.zeros_like(self._average), np.arange(len(self._average)) - shift
+        places[0] = 0
+        np.add.at(moved, np.clip(places, 0, len(moved) - 1), self._average)
+        self._average, self.histogram_range = moved, moved_range
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, JSON-able."""
+        return {
+            "averaged_counts": self._average.tolist(),
+            "average_weight": self._weight,
+            "average_squared_weight": self._squared_weight,
+        }
+
+    def load(self, histogram_range: float, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; raises before it changes anything."""
+        average = np.asarray(state["averaged_counts"], dtype=np.float64)
+        require(
+            average.shape == self._average.shape and bool(np.isfinite(average).all()),
+            f"expected averaged_counts to be {len(self._average)} finite numbers, got {state['averaged_counts']}",
+        )
+        weights = [state[name] for name in ("average_weight", "average_squared_weight")]
+        require(all(0 <= weight <= 1 for weight in weights), f"expected weights of averages in [0, 1], got {weights}")
+        self._average, self.histogram_range = average, histogram_range
+        self._weight, self._squared_weight = map(float, weights)

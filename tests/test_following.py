@@ -1,0 +1,263 @@
+"""The histogram that follows the norms: what it estimates, where it goes, and what it may never do."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scipy import integrate, optimize
+
+from hf_dcsgd.clipping import ExpectedErrorThreshold, PercentileThreshold
+from hf_dcsgd.clipping.following import FollowingHistogram, NormDistribution, growth_for
+from hf_dcsgd.clipping.histogram import bin_edges, norm_histogram
+
+BINS, NOISE = 20, 5.0
+GROWTH = growth_for(BINS)
+
+
+def shares(numbers):
+    array = np.array(numbers) + 1e-9
+    return array / array.sum()
+
+
+distributions = st.builds(
+    lambda top, numbers: NormDistribution(bin_edges(top, len(numbers), GROWTH), shares(numbers)),
+    st.floats(1e-6, 1e6),
+    st.lists(st.floats(0, 1), min_size=2, max_size=12),
+)
+
+
+def density(distribution, norm):
+    """The density that a distribution stands for, written down once more."""
+    index = int(np.searchsorted(distribution.edges, norm, side="right")) - 1
+    index = min(max(index, 0), len(distribution.shares) - 1)
+    lower, upper = distribution.edges[index], distribution.edges[index + 1]
+    return distribution.shares[index] * (1 / upper if lower == 0 else 1 / (norm * math.log(upper / lower)))
+
+
+def mean_of(distribution, function, start=0.0):
+    parts = zip(distribution.edges[:-1], distribution.edges[1:], strict=True)
+    return sum(
+        integrate.quad(lambda n: density(distribution, n) * function(n), max(low, start), high)[0]
+        for low, high in parts
+        if high > start
+    )
+
+
+@given(distributions, st.floats(0.001, 1.2))
+@settings(deadline=None, max_examples=60)
+def test_mean_excess_is_the_integral(distribution, position):
+    threshold = position * float(distribution.edges[-1])
+    expected = mean_of(distribution, lambda n: max(n - threshold, 0.0), threshold)
+    assert distribution.mean_excess(threshold) == pytest.approx(expected, rel=1e-6, abs=1e-9 * distribution.edges[-1])
+
+
+@given(distributions, st.floats(1e-4, 1e3))
+@settings(deadline=None, max_examples=40)
+def test_the_threshold_has_the_least_expected_error(distribution, unit_variance):
+    found = distribution.least_error_threshold(unit_variance)
+    scale = float(distribution.edges[-1])
+
+    def error(logarithm):
+        threshold = math.exp(logarithm)
+        squares = mean_of(distribution, lambda n: max(n - threshold, 0.0) ** 2, threshold)
+        return (unit_variance * threshold**2 + squares) / scale**2
+
+    best = optimize.minimize_scalar(error, bounds=(math.log(scale) - 20, math.log(scale)), method="bounded")
+    assert error(math.log(found)) <= best.fun * (1 + 1e-6) + 1e-12
+
+
+@given(distributions, st.floats(0.01, 0.99))
+@settings(deadline=None, max_examples=60)
+def test_a_quantile_has_its_share_below_it(distribution, fraction):
+    found = distribution.quantile(fraction)
+    below = mean_of(distribution, lambda n: 1.0) - mean_of(distribution, lambda n: 1.0, found)
+    first = float(distribution.shares[0])
+    assert 0 < found <= distribution.edges[-1] * (1 + 1e-12)
+    if fraction > first:  # within the first bin, which begins at zero, it keeps away from zero
+        assert below == pytest.approx(fraction, abs=1e-6)
+
+
+# --- one example, one count ------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32).map(abs), max_size=20),
+    st.floats(allow_nan=True, allow_infinity=True, width=32).map(abs),
+    st.floats(1e-10, 1e10),
+)
+def test_an_example_adds_one_to_one_growing_bin(norms, extra, histogram_range):
+    without = norm_histogram(torch.tensor(norms), histogram_range, BINS, GROWTH)
+    with_extra = norm_histogram(torch.tensor([*norms, extra]), histogram_range, BINS, GROWTH)
+    difference = with_extra - without
+    assert difference.sum() == 1
+    assert (difference >= 0).all()
+    assert difference.max() == 1
+
+
+@given(st.floats(1e-3, 1e3))
+def test_growing_bins_hold_what_lies_between_their_edges(norm):
+    edges = bin_edges(100.0, BINS, GROWTH)
+    (index,) = norm_histogram(torch.tensor([norm]), 100.0, BINS, GROWTH).nonzero().flatten().tolist()
+    assert norm >= edges[index] * (1 - 1e-5)
+    assert norm <= edges[index + 1] * (1 + 1e-5) or index == BINS - 1
+
+
+# --- where it goes ---------------------------------------------------------------------------------------------------
+
+
+def error_threshold(expected_batch_size, unit_variance, rule="following", first=1.0, bins=BINS):
+    return ExpectedErrorThreshold(
+        first,
+        grad_noise_multiplier=1.0,
+        num_parameters=max(1, round(unit_variance * expected_batch_size**2)),
+        expected_batch_size=expected_batch_size,
+        histogram_bins=bins,
+        histogram_range=100.0 * first if rule == "following" else float(bins),
+        histogram_rule=rule,
+        histogram_noise_multiplier=NOISE,
+    )
+
+
+def release(threshold, norms, generator):
+    counts = threshold.side_contribution(torch.tensor(norms)).double().numpy()
+    threshold.update(counts + generator.normal(0, NOISE, len(counts)))
+
+
+def true_error(threshold, norms, unit_variance):
+    return unit_variance * threshold**2 + np.mean(np.maximum(norms - threshold, 0) ** 2)
+
+
+def least_error(norms, unit_variance):
+    candidates = np.geomspace(norms.max() * 1e-5, norms.max(), 2000)
+    return min(true_error(candidate, norms, unit_variance) for candidate in candidates)
+
+
+def bimodal(step, size, generator):
+    """Norms as those of real runs: most examples are learned, some have a hundred times the typical gradient."""
+    share = min(1.0, step / 30)
+    large = np.exp(generator.normal(np.log(3 + 57 * share), 0.5, size))
+    small = np.exp(generator.normal(np.log(2.6 * (1 - share) + 0.02 * share), 1.0, size))
+    return np.where(generator.random(size) < 0.15, large, small)
+
+
+def ratios(rule, expected_batch_size, unit_variance, seed):
+    generator = np.random.default_rng(seed)
+    threshold, found = error_threshold(expected_batch_size, unit_variance, rule), []
+    for step in range(120):
+        norms = bimodal(step, expected_batch_size, generator)
+        if step >= 20:
+            found.append(
+                true_error(threshold.clip_threshold, norms, unit_variance) / least_error(norms, unit_variance)
+            )
+        release(threshold, norms, generator)
+    return np.array(found)
+
+
+@pytest.mark.parametrize(("expected_batch_size", "unit_variance"), [(256, 7.3), (1024, 0.46), (2048, 0.11)])
+def test_error_stays_near_its_minimum_on_bimodal_norms(expected_batch_size, unit_variance):
+    found = ratios("following", expected_batch_size, unit_variance, seed=1)
+    assert np.median(found) <= 1.02
+    assert found.max() <= 1.1
+
+
+def test_the_papers_rule_stalls_where_this_one_follows():
+    paper, following = (ratios(rule, 2048, 0.11, seed=1) for rule in ("paper", "following"))
+    assert np.median(paper) > 1.3
+    assert np.median(following) < 1.02
+
+
+@pytest.mark.parametrize("bins", [5, 10, 40, 100])
+def test_any_number_of_bins_will_do(bins):
+    generator = np.random.default_rng(0)
+    threshold = error_threshold(512, 1.0, bins=bins)
+    norms = 3 * np.exp(generator.normal(0, 1, 512))
+    for _ in range(20):
+        release(threshold, norms, generator)
+    assert growth_for(bins) ** (bins - 1) == pytest.approx(growth_for(20) ** 19)
+    assert true_error(threshold.clip_threshold, norms, 1.0) <= 1.1 * least_error(norms, 1.0)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0, 1e4, 1e12])
+def test_norms_of_any_scale_are_found_from_the_usual_start(scale):
+    generator = np.random.default_rng(0)
+    threshold = error_threshold(256, 1.0)
+    for _ in range(40):
+        release(threshold, scale * np.exp(generator.normal(0, 0.5, 256)), generator)
+    norms = scale * np.exp(generator.normal(0, 0.5, 256))
+    assert true_error(threshold.clip_threshold, norms, 1.0) <= 1.05 * least_error(norms, 1.0)
+
+
+@pytest.mark.parametrize("percentile", [0.2, 0.5, 0.9])
+def test_percentiles_are_found(percentile):
+    generator = np.random.default_rng(0)
+    threshold = PercentileThreshold(
+        1.0,
+        percentile=percentile,
+        histogram_bins=BINS,
+        histogram_range=100.0,
+        histogram_rule="following",
+        histogram_noise_multiplier=NOISE,
+        expected_batch_size=512,
+    )
+    norms = np.exp(generator.normal(2, 0.8, 512))
+    for _ in range(30):
+        release(threshold, norms, generator)
+    assert threshold.clip_threshold == pytest.approx(np.quantile(norms, percentile), rel=0.15)
+
+
+def test_noise_alone_moves_nothing():
+    """Without examples, tails stand out of the noise so rarely that the threshold stays where it is."""
+    generator = np.random.default_rng(0)
+    moved = 0
+    for _ in range(50):
+        histogram = FollowingHistogram(BINS, 100.0, NOISE)
+        for _ in range(10):
+            histogram.add(generator.normal(0, NOISE, BINS))
+        moved += histogram.follow() is not None
+    assert moved <= 5
+
+
+# --- what it may never do --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.floats(-1e300, 1e300), min_size=BINS, max_size=BINS), min_size=1, max_size=6))
+@example([[1e300, -1e300 * (1 - 1e-15), *[0.0] * (BINS - 2)]])
+@settings(deadline=None)
+def test_shares_and_moves_are_bounded_whatever_is_released(releases):
+    histogram = FollowingHistogram(BINS, 100.0, NOISE)
+    for counts in releases:
+        before = histogram.histogram_range
+        histogram.add(np.array(counts))
+        distribution = histogram.follow()
+        assert GROWTH ** -(BINS // 2) * 0.99 <= histogram.histogram_range / before <= GROWTH ** (BINS // 2) * 1.01
+        if distribution is not None:
+            assert np.isfinite(distribution.shares).all()
+            assert (distribution.shares >= 0).all()
+            assert distribution.shares.sum() == pytest.approx(1)
+            assert len(distribution.edges) == len(distribution.shares) + 1
+
+
+def test_a_saved_state_goes_on_as_the_run_would_have():
+    generator = np.random.default_rng(0)
+    one, other = error_threshold(256, 1.0), error_threshold(256, 1.0)
+    for _ in range(5):
+        release(one, 10 * np.exp(generator.normal(0, 1, 256)), generator)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    counts = generator.normal(12, NOISE, BINS)
+    one.update(counts)
+    other.update(counts)
+    assert one.clip_threshold == other.clip_threshold
+    assert one.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize("average", [[1.0], [math.nan] * BINS])
+def test_a_state_of_another_histogram_is_refused(average):
+    threshold = error_threshold(256, 1.0)
+    state = threshold.state_dict()
+    with pytest.raises(ValueError, match="expected averaged_counts to be 20 finite numbers"):
+        threshold.load_state_dict({**state, "averaged_counts": average})
+    assert threshold.state_dict() == state
