@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dcsgd.ghost import BatchCouplingError
 
 _OtherStates: TypeAlias = tuple[Any, Any]
+_MASKS = ("native_dropout", "bernoulli", "bernoulli_")
 
 
 class Order(Enum):
@@ -119,7 +120,9 @@ class _Recording(_SeededDraws):
         self._tape.other_generators_used = not _same_states(_other_states(), self._tape.states)
 
     def _drawn(self, name: str, values: Tensor) -> Tensor:
-        self._tape.draws.append((name, values.detach().clone()))
+        # Masks would take as much memory as the activations that they are for.
+        kept = torch.bool if name in _MASKS else values.dtype
+        self._tape.draws.append((name, values.detach().to(kept, copy=True)))
         return values
 
 
