@@ -61,6 +61,7 @@ from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
+_EXAMPLES_CHECKED_AT_FIRST = 4
 _EXAMPLES_PER_CHECK = 256
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _HALF_PRECISION_TOLERANCE = 5e-2
@@ -234,7 +235,7 @@ class PrivateStep:
                     self._clipped_sum = self.clipper.zeros()
                 self.clipper.accumulate(mechanism.clip_factors(norms, losses.detach()), self._clipped_sum)
             if tape is not None:
-                self._check_one_example(stack, tape, losses.detach(), norms)
+                self._check_some(stack, tape, losses.detach(), norms)
         return losses.detach().sum()
 
     def release(self) -> NoisyRelease:
@@ -271,11 +272,13 @@ class PrivateStep:
         rate = min(_LARGEST_CHECK_RATE, examples / _EXAMPLES_PER_CHECK) if self._stacks_checked else 1.0
         return secrets.randbelow(1 << 32) < rate * (1 << 32)
 
-    def _check_one_example(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+    def _check_some(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+        """Run an example again alone; several of the first stack, as a coupling may leave some of them as they were."""
+        count = 1 if self._stacks_checked else min(_EXAMPLES_CHECKED_AT_FIRST, len(losses))
         self._stacks_checked += 1
-        example = secrets.randbelow(len(losses))
-        alone, together = self.alone(stack, example, tape), LossAndNorm(losses[example], norms[example])
-        require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
+        for example in secrets.SystemRandom().sample(range(len(losses)), count):
+            alone, together = self.alone(stack, example, tape), LossAndNorm(losses[example], norms[example])
+            require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
 
     def alone(self, stack: Batch, example: int, tape: RandomTape) -> LossAndNorm:
         """Run one example of a stack by itself, under the random numbers that it had in the stack."""
