@@ -273,7 +273,7 @@ class PrivateStep:
         return secrets.randbelow(1 << 32) < rate * (1 << 32)
 
     def _check_some(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
-        """Run an example again alone; several of the first stack, as a coupling may leave some of them as they were."""
+        """Run an example again alone; several of the first stack, as a coupling may leave some as they were."""
         count = 1 if self._stacks_checked else min(_EXAMPLES_CHECKED_AT_FIRST, len(losses))
         self._stacks_checked += 1
         for example in secrets.SystemRandom().sample(range(len(losses)), count):
