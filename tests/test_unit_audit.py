@@ -32,7 +32,7 @@ def test_the_audit_of_units_passes(clipping: str, count: Count) -> None:
 
 @pytest.mark.slow
 def test_an_adversary_who_looks_for_a_unit(count: Count) -> None:
-    (report,) = audit_strategy("dc_sgd_e", levels=(2,), rows_per_unit=ROWS)
+    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=1_500, rows_per_unit=ROWS)
     assert report.passed, str(report)
     count("audit of units passed by a strategy: L2", 1)
 
