@@ -5,76 +5,45 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from hf_dcsgd.checks.parity import ParityError
-    from hf_dcsgd.clipping import (
-        ClippingThreshold,
-        NormClipping,
-        PublicNumbers,
-        SideQuery,
-        StrategyOption,
-        register_strategy,
-    )
-    from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError, register_rule
-    from hf_dcsgd.ghost.contributions import Dense, OneHotRows, Outer
-    from hf_dcsgd.own_loop import PrivateRun
-    from hf_dcsgd.privacy.accounting import register_accountant
-    from hf_dcsgd.privacy.ledger import LedgerError
-    from hf_dcsgd.privacy.mechanism import BudgetExhausted
-    from hf_dcsgd.privacy.plan import PrivacyPlan
-    from hf_dcsgd.step import PrivateStep
-    from hf_dcsgd.trainer import DCSGDTrainer
-    from hf_dcsgd.training_args import DCSGDTrainingArguments
+    from hf_dcsgd.checks.parity import ParityError as ParityError
+    from hf_dcsgd.clipping import ClippingThreshold as ClippingThreshold
+    from hf_dcsgd.clipping import NormClipping as NormClipping
+    from hf_dcsgd.clipping import PublicNumbers as PublicNumbers
+    from hf_dcsgd.clipping import SideQuery as SideQuery
+    from hf_dcsgd.clipping import StrategyOption as StrategyOption
+    from hf_dcsgd.clipping import register_strategy as register_strategy
+    from hf_dcsgd.ghost import BatchCouplingError as BatchCouplingError
+    from hf_dcsgd.ghost import Dense as Dense
+    from hf_dcsgd.ghost import GhostClipper as GhostClipper
+    from hf_dcsgd.ghost import OneHotRows as OneHotRows
+    from hf_dcsgd.ghost import Outer as Outer
+    from hf_dcsgd.ghost import UnsupportedModelError as UnsupportedModelError
+    from hf_dcsgd.ghost import register_rule as register_rule
+    from hf_dcsgd.own_loop import PrivateRun as PrivateRun
+    from hf_dcsgd.privacy.accounting import register_accountant as register_accountant
+    from hf_dcsgd.privacy.ledger import LedgerError as LedgerError
+    from hf_dcsgd.privacy.mechanism import BudgetExhausted as BudgetExhausted
+    from hf_dcsgd.privacy.plan import PrivacyPlan as PrivacyPlan
+    from hf_dcsgd.step import PrivateStep as PrivateStep
+    from hf_dcsgd.trainer import DCSGDTrainer as DCSGDTrainer
+    from hf_dcsgd.training_args import DCSGDTrainingArguments as DCSGDTrainingArguments
 
-_HOMES = {
-    "BatchCouplingError": "ghost",
-    "BudgetExhausted": "privacy.mechanism",
-    "ClippingThreshold": "clipping",
-    "DCSGDTrainer": "trainer",
-    "DCSGDTrainingArguments": "training_args",
-    "Dense": "ghost.contributions",
-    "GhostClipper": "ghost",
-    "LedgerError": "privacy.ledger",
-    "NormClipping": "clipping",
-    "OneHotRows": "ghost.contributions",
-    "Outer": "ghost.contributions",
-    "ParityError": "checks.parity",
-    "PrivacyPlan": "privacy.plan",
-    "PrivateRun": "own_loop",
-    "PrivateStep": "step",
-    "PublicNumbers": "clipping",
-    "SideQuery": "clipping",
-    "StrategyOption": "clipping",
-    "UnsupportedModelError": "ghost",
-    "register_accountant": "privacy.accounting",
-    "register_rule": "ghost",
-    "register_strategy": "clipping",
+_EXPORTS = {
+    "checks.parity": "ParityError",
+    "clipping": "ClippingThreshold NormClipping PublicNumbers SideQuery StrategyOption register_strategy",
+    "ghost": "BatchCouplingError Dense GhostClipper OneHotRows Outer UnsupportedModelError register_rule",
+    "own_loop": "PrivateRun",
+    "privacy.accounting": "register_accountant",
+    "privacy.ledger": "LedgerError",
+    "privacy.mechanism": "BudgetExhausted",
+    "privacy.plan": "PrivacyPlan",
+    "step": "PrivateStep",
+    "trainer": "DCSGDTrainer",
+    "training_args": "DCSGDTrainingArguments",
 }
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-__all__ = [
-    "BatchCouplingError",
-    "BudgetExhausted",
-    "ClippingThreshold",
-    "DCSGDTrainer",
-    "DCSGDTrainingArguments",
-    "Dense",
-    "GhostClipper",
-    "LedgerError",
-    "NormClipping",
-    "OneHotRows",
-    "Outer",
-    "ParityError",
-    "PrivacyPlan",
-    "PrivateRun",
-    "PrivateStep",
-    "PublicNumbers",
-    "SideQuery",
-    "StrategyOption",
-    "UnsupportedModelError",
-    "__version__",
-    "register_accountant",
-    "register_rule",
-    "register_strategy",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

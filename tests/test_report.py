@@ -151,6 +151,7 @@ def test_earlier_runs_are_named_and_composed(tmp_path: Path):
 def test_a_hyperparameter_search_is_told_of(tmp_path: Path):
     simulate(tmp_path / "run-0")
     trial = {"directory": "/somewhere/private", "charged_steps": 6, "noise_multiplier": 1.0, "sampling_rate": 0.25}
+    trial["epsilon"] = 2.0
     cost = {"epsilon": 3.14159, "delta": 0.015625, "accountant": "rdp", "trials": [trial] * 3, "opt_outs": []}
     (tmp_path / "hyperparameter_search_cost.json").write_text(json.dumps(cost))
     note = report.build_report(tmp_path / "run-0")["notes"][-1]

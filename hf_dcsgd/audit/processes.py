@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
 import torch
 from accelerate.utils import gather_object
@@ -52,9 +52,7 @@ def audit_processes(
         raise RuntimeError(f"the audit over {processes} processes failed:\n{ended.stderr[-6000:]}")
     found = json.loads(ended.stdout.strip().splitlines()[-1])
     findings = [
-        Finding(f["name"], float(f["measured"]), float(f["allowed"]), f"rank {rank}")
-        for rank, of_rank in enumerate(found)
-        for f in of_rank
+        Finding(**{**finding, "detail": f"rank {rank}"}) for rank, of_rank in enumerate(found) for finding in of_rank
     ]
     return AuditReport("L3", f"{clipping}, {processes} processes", findings)
 
@@ -84,10 +82,7 @@ def main() -> None:
     parser.add_argument("--clipping", required=True)
     parser.add_argument("--rows-per-unit", type=int)
     options = parser.parse_args()
-    mine: list[dict[str, Any]] = [
-        {"name": f.name, "measured": f.measured, "allowed": f.allowed}
-        for f in _findings(options.clipping, options.rows_per_unit)
-    ]
+    mine = [asdict(finding) for finding in _findings(options.clipping, options.rows_per_unit)]
     everything = gather_object([mine])
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(everything), flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from hf_dcsgd.checks.environment import INSTEAD, OWNED, PIECES
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, MAX_NOISE_MULTIPLIER
 from hf_dcsgd.privacy.plan import UNIT_CLIPPINGS
@@ -39,16 +40,8 @@ def refuse_incompatible_arguments(args: TrainingArguments) -> None:
             args.auto_find_batch_size,
             "the batch size sets the sampling rate and so ε; choose it with per_device_train_batch_size",
         ),
-        "deepspeed": (
-            args.deepspeed is not None,
-            "DeepSpeed owns gradients and optimizer, so noise cannot enter exactly once; use plain data parallelism "
-            "(accelerate launch --multi_gpu) and, for memory, trainable_layers or LoRA",
-        ),
-        "fsdp": (
-            bool(args.fsdp),
-            "sharded parameters have no whole per-example gradient on any rank; use plain data parallelism "
-            "(accelerate launch --multi_gpu) and, for memory, trainable_layers or LoRA",
-        ),
+        "deepspeed": (args.deepspeed is not None, f"it {OWNED}; {INSTEAD}"),
+        "fsdp": (bool(args.fsdp), f"it {PIECES}; {INSTEAD}"),
         "include_num_input_tokens_seen": (
             args.include_num_input_tokens_seen not in ("no", False),
             "the number of tokens drawn is private; leave it at 'no'",

@@ -8,16 +8,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
-_INSTEAD = (
+INSTEAD = (
     "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`, without sharding) and, for memory, "
     "trainable_layers or LoRA"
 )
-_PIECES = "keeps every parameter in pieces and sums gradients in hooks of its own, behind the clipping and the noise"
+PIECES = "keeps every parameter in pieces and sums gradients in hooks of its own, behind the clipping and the noise"
+OWNED = "owns gradients and optimizer, so that noise cannot enter exactly once"
 # What `accelerate launch` sets from its options or its configuration file.
 _SHARDING_FLAGS = {
-    "ACCELERATE_USE_FSDP": ("FSDP", _PIECES),
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "owns gradients and optimizer, so that noise cannot enter exactly once"),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", _PIECES),
+    "ACCELERATE_USE_FSDP": ("FSDP", PIECES),
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", OWNED),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", PIECES),
     "ACCELERATE_USE_PARALLELISM_CONFIG": (
         "parallelism_config",
         "makes several ranks share one example, so that no rank knows its gradient's norm",
@@ -30,7 +31,7 @@ def refuse_sharding_environment() -> None:
     for flag, (name, reason) in _SHARDING_FLAGS.items():
         if os.environ.get(flag, "false").lower() in ("true", "1", "yes", "on"):
             raise ValueError(
-                f"{name} ({flag}={os.environ[flag]}) cannot be used for private training: it {reason}; {_INSTEAD}"
+                f"{name} ({flag}={os.environ[flag]}) cannot be used for private training: it {reason}; {INSTEAD}"
             )
 
 
@@ -75,10 +76,10 @@ def refuse_split_model(model: nn.Module, *, is_model_parallel: bool) -> None:
         shown = f" ({pieces[0]} and {len(pieces) - 1} more)" if pieces else ""
         raise ValueError(
             f"expected a whole model on every rank, got one that was loaded in pieces{shown}: no rank has a whole "
-            f"per-example gradient; load it without distributed_config and tp_plan, {_INSTEAD}"
+            f"per-example gradient; load it without distributed_config and tp_plan, {INSTEAD}"
         )
     if is_model_parallel:
         raise ValueError(
             "expected the model on one device per process, got one spread over several "
-            f"(hf_device_map {getattr(model, 'hf_device_map', None)}); load it without device_map, {_INSTEAD}"
+            f"(hf_device_map {getattr(model, 'hf_device_map', None)}); load it without device_map, {INSTEAD}"
         )

@@ -7,15 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hf_dcsgd.cli.shared import (
-    Subparsers,
-    add_budget_arguments,
-    add_json_argument,
-    add_subcommand,
-    add_training_arguments,
-    note_default_delta,
-    training_figures,
-)
+from hf_dcsgd.cli.shared import Subparsers, add_planning_arguments, add_subcommand, training_figures
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.reporting.format import rounded_up
 from hf_dcsgd.validation import require
@@ -40,8 +32,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "  hf-dcsgd calibrate --epsilon 8 --dataset-size 60000 --units 20000 --rows-per-unit 3 \\\n"
         "      --batch-size 256 --epochs 5",
     )
-    add_budget_arguments(parser)
-    add_training_arguments(parser)
+    add_planning_arguments(parser)
     parser.add_argument(
         "--accountant",
         default="rdp",
@@ -74,7 +65,6 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="K",
         help="max_rows_per_unit; K rows of each unit are used with row clipping",
     )
-    add_json_argument(parser)
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -106,11 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         unknown = dict.fromkeys(("noise_multiplier", "grad_noise_multiplier"))
         result["other"] = {**result, **unknown, "side_noise_multipliers": {}, "accountant": other}
         print(f"note: nothing by {other}: {error}", file=sys.stderr)
-    note_default_delta(arguments)
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        print(_calibrate_table(arguments, result))
+    print(json.dumps(result, indent=2) if arguments.json else _calibrate_table(arguments, result))
     return 0
 
 

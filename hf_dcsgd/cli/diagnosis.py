@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.utils import find_adapter_config_file
 
 from hf_dcsgd.checks.parity import ParityError
 from hf_dcsgd.checks.preflight import check_before_training
+from hf_dcsgd.cli.doctor import TASKS
 from hf_dcsgd.cli.step_cost import measure_step
 from hf_dcsgd.data.synthetic import synthetic_like
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
@@ -27,15 +29,6 @@ from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import loss_kind
 
-TASKS = {
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-generation": "AutoModelForCausalLM",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
-}
 _ADAPTER_TASKS = {
     "SEQ_CLS": "text-classification",
     "TOKEN_CLS": "token-classification",
@@ -119,7 +112,7 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     check_before_training(step, synthetic_batch(model, found["loss"], 1, length))
     measured = min(_MEASURED_EXAMPLES, batch_size)
     larger = synthetic_batch(model, found["loss"], measured, length)
-    found["shape"] = _shape(larger)
+    found["shape"] = next(list(value.shape[1:]) for value in larger.values() if isinstance(value, Tensor))
     found["step"] = measure_step(
         step.clipper, lambda: step.losses(larger), measured_size=measured, batch_size=batch_size
     )
@@ -171,10 +164,6 @@ def _modules_by_rule(clipper: GhostClipper) -> dict[str, list[str]]:
     return modules
 
 
-def _shape(batch: dict[str, Any]) -> list[int]:
-    return list(next(value for value in batch.values() if isinstance(value, Tensor)).shape[1:])
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
@@ -215,7 +204,7 @@ def describe(found: dict[str, Any]) -> str:
             lines.append(f"  {'one backward per example (exact, slow)':<44} {_listed(slow, 'tensor')}")
     lines += [""]
     if found["refused"]:
-        lines += ["REFUSED, training would not start:", *(_indented(reason) for reason in found["refused"])]
+        lines += ["REFUSED, training would not start:", *(indent(reason, "  ") for reason in found["refused"])]
     else:
         shape = " × ".join(map(str, found["shape"]))
         lines += [
@@ -246,10 +235,6 @@ def _rule_name(rule: str) -> str:
 def _listed(names: Sequence[str], what: str = "module") -> str:
     shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
     return f"{len(names)} {what}{'' if len(names) == 1 else 's'}: {shown}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())
 
 
 def _megabytes(size: int) -> str:

@@ -5,10 +5,16 @@ import json
 
 from hf_dcsgd.cli.shared import Subparsers, add_json_argument, add_subcommand
 
-TASKS = (
-    *("text-classification", "token-classification", "question-answering", "fill-mask", "text-generation"),
-    *("text2text-generation", "image-classification"),
-)
+# What a model is for, and the class of transformers that loads it with the head for that.
+TASKS = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -18,12 +18,10 @@ def add_subcommand(
     return parser
 
 
-def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
+def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
+    """The budget, the training that it is for, and whether the answer is wanted as JSON."""
     parser.add_argument("--epsilon", type=float, required=True, metavar="EPS", help="the total ε to stay within")
     parser.add_argument("--delta", type=float, metavar="DELTA", help="the total δ (default: 1 / dataset size)")
-
-
-def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
     parser.add_argument(
         "--batch-size",
@@ -37,6 +35,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument(
         "--steps", type=int, metavar="T", help="length of a run in optimizer steps, instead of --epochs"
     )
+    add_json_argument(parser)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def training_figures(arguments: argparse.Namespace) -> tuple[float, int, float]:
-    """(q, T, δ) from the arguments of `add_training_arguments` and `add_budget_arguments`."""
+    """(q, T, δ) from the arguments of `add_planning_arguments`; a δ that nobody asked for is noted."""
     from hf_dcsgd.privacy.accounting import planned_steps
     from hf_dcsgd.validation import require, require_count, require_fraction
 
@@ -55,11 +54,7 @@ def training_figures(arguments: argparse.Namespace) -> tuple[float, int, float]:
         steps = planned_steps(size, batch, arguments.epochs)
     else:
         steps = require_count("steps", arguments.steps)
-    delta = 1 / size if arguments.delta is None else arguments.delta
-    return batch / size, steps, require_fraction("delta", delta)
-
-
-def note_default_delta(arguments: argparse.Namespace) -> None:
     if arguments.delta is None:
-        shown = f"1/N = {1 / arguments.dataset_size:.4g}"
-        print(f"note: delta is {shown} by default; a smaller one is better practice", file=sys.stderr)
+        print(f"note: delta is 1/N = {1 / size:.4g} by default; a smaller one is better practice", file=sys.stderr)
+        return batch / size, steps, require_fraction("delta", 1 / size)
+    return batch / size, steps, require_fraction("delta", arguments.delta)

@@ -4,15 +4,7 @@ import argparse
 import json
 import math
 
-from hf_dcsgd.cli.shared import (
-    Subparsers,
-    add_budget_arguments,
-    add_json_argument,
-    add_subcommand,
-    add_training_arguments,
-    note_default_delta,
-    training_figures,
-)
+from hf_dcsgd.cli.shared import Subparsers, add_planning_arguments, add_subcommand, training_figures
 from hf_dcsgd.reporting.format import rounded_up
 
 
@@ -28,11 +20,10 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog="example (ten clipping thresholds on QNLI, as in the paper):\n"
         "  hf-dcsgd tuning-cost --epsilon 2 --runs 10 --dataset-size 104743 --batch-size 256 --epochs 5",
     )
-    add_budget_arguments(parser)
+    add_planning_arguments(parser)
     parser.add_argument(
         "--runs", type=int, required=True, metavar="G", help="number of runs; the mean where it is drawn at random"
     )
-    add_training_arguments(parser)
     parser.add_argument(
         "--tnb-shape",
         type=float,
@@ -41,7 +32,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help="shape of the truncated negative binomial: 0 logarithmic, 1 geometric; smaller is cheaper but makes few "
         "runs likelier (default: 1)",
     )
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         steps=steps,
         tnb_shape=arguments.tnb_shape,
     )
-    note_default_delta(arguments)
     if arguments.json:
         keys = ("method", "noise_multiplier", "per_run_epsilon", "per_run_delta")
         print(json.dumps([{key: getattr(cost, key) for key in keys} for cost in costs], indent=2))

@@ -21,6 +21,7 @@ T = ln(1/δ₂)/γ, γ = 1/(2G), δ₂ = 1e-20. Papernot & Steinke (Theorems 2 a
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from dp_accounting import rdp
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
@@ -73,7 +74,7 @@ def tuning_cost(
     With the returned σ the total is at most `epsilon`, never on the wrong side of it. A budget out of the method's
     reach is an answer, not an error.
     """
-    _require_method(method)
+    require(method in METHODS, f"expected method to be one of {', '.join(METHODS)}, got {method!r}")
     require_positive("epsilon", epsilon)
     require_fraction("delta", delta)
     require_count("runs", runs)
@@ -97,28 +98,9 @@ def tuning_cost(
     return TuningCost(method, sigma, per_run_epsilon, per_run_delta, _procedure(method, runs, tnb_shape))
 
 
-def tuning_costs(
-    *,
-    epsilon: float,
-    delta: float,
-    runs: int,
-    sampling_rate: float,
-    steps: int,
-    tnb_shape: float = DEFAULT_TNB_SHAPE,
-) -> list[TuningCost]:
-    """Return `tuning_cost` by every method, in the order of `METHODS`."""
-    return [
-        tuning_cost(
-            method=method,
-            epsilon=epsilon,
-            delta=delta,
-            runs=runs,
-            sampling_rate=sampling_rate,
-            steps=steps,
-            tnb_shape=tnb_shape,
-        )
-        for method in METHODS
-    ]
+def tuning_costs(**budget: Any) -> list[TuningCost]:
+    """Return `tuning_cost` by every method, in the order of `METHODS`; the arguments are the others of that."""
+    return [tuning_cost(method=method, **budget) for method in METHODS]
 
 
 def _lt_cutoff(runs: int) -> float:
@@ -188,7 +170,3 @@ def _procedure(method: str, runs: int, tnb_shape: float) -> str:
     elif tnb_shape == 1:
         distribution = f"geometric distribution of mean {runs}"
     return f"number of runs drawn from a {distribution}; hyperparameters at random; release the best run only"
-
-
-def _require_method(method: str) -> None:
-    require(method in METHODS, f"expected method to be one of {', '.join(METHODS)}, got {method!r}")

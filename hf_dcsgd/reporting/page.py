@@ -32,10 +32,11 @@ def _figures(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> list[dic
     from hf_dcsgd.reporting import plots
 
     curve, budget = report["epsilon_over_steps"], report["budget"]
+    has_range = "histogram_range" in report["trajectory"]
     drawn = [
         (
             "Clipping threshold",
-            "The threshold C of each step" + (" and the range R of the histogram." if _has_range(report) else "."),
+            "The threshold C of each step" + (" and the range R of the histogram." if has_range else "."),
             plots.threshold_figure(trace),
         ),
         (
@@ -55,16 +56,9 @@ def _figures(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> list[dic
             ),
         ),
     ]
-    return [
-        {"title": title, "caption": caption, "source": _data_uri(plots, figure)}
-        for title, caption, figure in drawn
+    sources = {
+        title: "data:image/svg+xml;base64," + base64.b64encode(plots.svg(figure)).decode("ascii")
+        for title, _, figure in drawn
         if figure is not None
-    ]
-
-
-def _data_uri(plots: Any, figure: Any) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(plots.svg(figure)).decode("ascii")
-
-
-def _has_range(report: PrivacyReport) -> bool:
-    return "histogram_range" in report["trajectory"]
+    }
+    return [{"title": t, "caption": caption, "source": sources[t]} for t, caption, _ in drawn if t in sources]

@@ -13,7 +13,6 @@ opt-out has no guarantee, and the report then states no ε as one. A seed is nev
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -30,7 +29,7 @@ from hf_dcsgd.reporting.plan_table import describe_unit, opt_out_text
 from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, software_versions
 from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport, PrivacyUnitFigures
 from hf_dcsgd.runs.files import as_json, write_atomically
-from hf_dcsgd.runs.search_cost import COST_FILENAME
+from hf_dcsgd.runs.search_cost import SearchCost
 from hf_dcsgd.runs.trace import read_trace
 
 logger = logging.getLogger(__name__)
@@ -240,34 +239,28 @@ def _budget(plan: PrivacyPlan, charged: int) -> Budget:
         "planned_epsilon": _finite(plan.epsilon()),
         "other_accountant": other,
         # Of a group of rows, only PLD knows the cost.
-        "other_epsilon": None if plan.group_size > 1 else _finite(_quick_epsilon(plan, charged, other)),
+        "other_epsilon": None if plan.group_size > 1 else _finite(plan.epsilon(charged, other, _GRID_SCALE)),
     }
-
-
-def _quick_epsilon(plan: PrivacyPlan, steps: int, accountant: str) -> float:
-    return plan.epsilon(steps, accountant, _GRID_SCALE)
 
 
 def _epsilon_over_steps(plan: PrivacyPlan, charged: int) -> dict[str, list[Any]]:
     """Compute ε at steps that lie closer together at the start, where it rises fast; few by PLD, which is slow."""
     points = 60 if plan.accountant == "rdp" else 6
     steps = sorted({math.ceil(charged * (k / points) ** 2) for k in range(points + 1)})
-    values = [plan.epsilon(s) if s == charged else _quick_epsilon(plan, s, plan.accountant) for s in steps]
+    values = [plan.epsilon(s, grid_scale=1.0 if s == charged else _GRID_SCALE) for s in steps]
     return {"steps": steps, "epsilon": [_finite(value) for value in values]}
 
 
 def _search_notes(run_dir: Path) -> list[str]:
     """Tell of a hyperparameter search in this directory, or around this trial, which has a price of its own."""
-    folders = [run_dir, *([run_dir.parent] if run_dir.name.startswith("run-") else [])]
-    path = next((folder / COST_FILENAME for folder in folders if (folder / COST_FILENAME).exists()), None)
-    if path is None:
+    around = SearchCost.read(run_dir.parent) if run_dir.name.startswith("run-") else None
+    cost = SearchCost.read(run_dir) or around
+    if cost is None:
         return []
-    cost = json.loads(path.read_text(encoding="utf-8"))
-    price = f"ε = {rounded_up(cost['epsilon'])} at δ = {rounded_up(cost['delta'])}"
-    if cost["opt_outs"]:
-        price = f"an unbounded ε, because of {' and '.join(cost['opt_outs'])}"
+    price = f"an unbounded ε, because of {' and '.join(cost.opt_outs)}" if cost.opt_outs else ""
+    price = price or _bound(cost.epsilon, cost.delta)
     return [
-        f"A hyperparameter search of {len(cost['trials'])} trials on the same data cost {price} by composition. "
+        f"A hyperparameter search of {len(cost.trials)} trials on the same data cost {price} by composition. "
         "A model chosen by it, or trained with what it found, costs that on top."
     ]
 
