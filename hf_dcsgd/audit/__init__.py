@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from hf_dcsgd.audit.adversary import adversary_findings
@@ -30,7 +31,7 @@ from hf_dcsgd.trainer import DCSGDTrainer
 
 __all__ = ["AuditReport", "Finding", "audit_strategy", "audit_trainer", "probe_canaries"]
 
-_PROBE_DIMENSIONS_L1 = 50_000
+PROBE_DIMENSIONS_L1 = 50_000
 
 
 def probe_canaries(rows_per_unit: int | None = None) -> list[tuple[str, Any]]:
@@ -56,7 +57,8 @@ def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draw
 
     `rows` are examples as the data collator takes them; by default the first ones of the training set.
     """
-    taken = list(rows) if rows is not None else _first_rows(trainer, 9)
+    dataset, _ = trainer.rows_and_collator()
+    taken = [fetch_row(dataset, k) for k in range(min(9, len(dataset)))] if rows is None else list(rows)
     subject = f"{type(trainer.model).__name__}, {trainer.args.clipping}"
     replayed = AuditReport("L0", subject)
     for k in range(min(4, len(taken))):
@@ -73,37 +75,18 @@ def audit_strategy(
 
     With `rows_per_unit`, whole units of that many rows are the canaries of L0, L1 and L2.
     """
-    reports = []
     with tempfile.TemporaryDirectory() as folder:
-        if 0 in levels:
-            trainer = probe_trainer(folder, clipping, rows_per_unit=rows_per_unit)
-            background = as_units(opposed_background(), rows_per_unit)
-            findings = replay_findings(trainer, background, probe_canaries(rows_per_unit))
-            findings += [*sampler_findings(trainer), *ledger_findings(trainer)]
-            reports.append(AuditReport("L0", clipping, findings))
-        if 1 in levels:
-            reports.append(
-                AuditReport(
-                    "L1",
-                    clipping,
-                    noise_findings(probe_trainer(folder, clipping, _PROBE_DIMENSIONS_L1, rows_per_unit=rows_per_unit)),
-                )
-            )
-        if 4 in levels:
-            reports.append(AuditReport("L4", clipping, adversary_findings(clipping)))
-        if 2 in levels:
-            reports.append(
-                AuditReport(
-                    "L2",
-                    clipping,
-                    distinguishing_findings(
-                        probe_trainer(folder, clipping, rows_per_unit=rows_per_unit), trials, rows_per_unit
-                    ),
-                )
-            )
-    return reports
+        trainer = partial(probe_trainer, folder, clipping, rows_per_unit=rows_per_unit)
+        audits: dict[int, Callable[[], list[Finding]]] = {
+            0: lambda: probe_findings(trainer(), rows_per_unit) + ledger_findings(trainer()),
+            1: lambda: noise_findings(trainer(dimensions=PROBE_DIMENSIONS_L1)),
+            4: lambda: adversary_findings(clipping),
+            2: lambda: distinguishing_findings(trainer(), trials, rows_per_unit),
+        }
+        return [AuditReport(f"L{level}", clipping, find()) for level, find in audits.items() if level in levels]
 
 
-def _first_rows(trainer: DCSGDTrainer, count: int) -> list[Any]:
-    rows, _ = trainer.rows_and_collator()
-    return [fetch_row(rows, k) for k in range(min(count, len(rows)))]
+def probe_findings(trainer: DCSGDTrainer, rows_per_unit: int | None = None) -> list[Finding]:
+    """L0 on the audit's own trainer: its canaries against a background that opposes them, and the sampler."""
+    background = as_units(opposed_background(), rows_per_unit)
+    return replay_findings(trainer, background, probe_canaries(rows_per_unit)) + sampler_findings(trainer)

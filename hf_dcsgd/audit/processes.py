@@ -13,18 +13,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from accelerate.utils import gather_object
 
-from hf_dcsgd.audit import probe_canaries
+from hf_dcsgd.audit import PROBE_DIMENSIONS_L1, probe_findings
 from hf_dcsgd.audit.findings import AuditReport, Finding
 from hf_dcsgd.audit.noise_scale import noise_findings
-from hf_dcsgd.audit.probe import as_units, opposed_background, probe_trainer
-from hf_dcsgd.audit.replay import as_unit, owners_of_rows, replay_findings, sampler_findings
+from hf_dcsgd.audit.probe import probe_trainer
+from hf_dcsgd.audit.replay import as_unit, owners_of_rows
 from hf_dcsgd.trainer import DCSGDTrainer
 
-_DIMENSIONS_L1 = 50_000
 _TIMEOUT_SECONDS = 600
 
 
@@ -70,11 +70,10 @@ def _overlap_finding(trainer: DCSGDTrainer) -> Finding:
 
 def _findings(clipping: str, rows_per_unit: int | None) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
-        trainer = probe_trainer(folder, clipping, rows_per_unit=rows_per_unit)
-        background = as_units(opposed_background(), rows_per_unit)
-        found = replay_findings(trainer, background, probe_canaries(rows_per_unit))
-        found += [*sampler_findings(trainer), _overlap_finding(trainer)]
-        return found + noise_findings(probe_trainer(folder, clipping, _DIMENSIONS_L1, rows_per_unit=rows_per_unit))
+        trainer = partial(probe_trainer, folder, clipping, rows_per_unit=rows_per_unit)
+        first = trainer()
+        found = [*probe_findings(first, rows_per_unit), _overlap_finding(first)]
+        return found + noise_findings(trainer(dimensions=PROBE_DIMENSIONS_L1))
 
 
 def main() -> None:

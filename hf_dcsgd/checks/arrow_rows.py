@@ -30,7 +30,7 @@ def shared_addresses(train: Any, train_rows: Rows, evaluation: Any, evaluation_r
             if not buffers.isdisjoint(known):
                 ours = _addresses(evaluation, column)[_positions(evaluation, evaluation_rows)]
                 theirs = _addresses(train, other)[_positions(train, train_rows)]
-                return int(_found_in(ours, np.sort(theirs))[0].sum())
+                return int(np.isin(ours, theirs).sum())
     return 0
 
 
@@ -45,25 +45,18 @@ def shared_contents(train: Any, train_rows: Rows, evaluation: Any, evaluation_ro
         return 0, 0
     theirs, their_rows = _keys(train, common), _positions(train, train_rows)
     ours, our_rows = _keys(evaluation, common), _positions(evaluation, evaluation_rows)
-    distinct, first = np.unique(ours[our_rows], return_index=True)
-    known, known_first = np.unique(theirs[their_rows], return_index=True)
-    hits, place = _found_in(distinct, known)
-    found = np.flatnonzero(hits)
-    looked_at = found[np.linspace(0, len(found) - 1, min(len(found), _COMPARED_ROWS)).astype(int)]
-    if not len(looked_at):
-        return 0, len(distinct)
-    mine = _contents(evaluation, common, our_rows[first[looked_at]])
-    others = _contents(train, common, their_rows[known_first[place[looked_at]]])
-    equal = sum(a == b for a, b in zip(mine, others, strict=True)) / len(looked_at)
-    return int(equal * len(found)), len(distinct)
-
-
-def _found_in(values: np.ndarray, ordered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which values are among the ordered ones, and where."""
-    if not len(ordered):
-        return np.zeros(len(values), dtype=bool), np.zeros(len(values), dtype=np.int64)
-    place = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
-    return ordered[place] == values, place
+    distinct = len(np.unique(ours[our_rows]))
+    found, mine, others = np.intersect1d(ours[our_rows], theirs[their_rows], return_indices=True)
+    if not len(found):
+        return 0, distinct
+    looked_at = np.linspace(0, len(found) - 1, min(len(found), _COMPARED_ROWS)).astype(int)
+    pairs = zip(
+        _contents(evaluation, common, our_rows[mine[looked_at]]),
+        _contents(train, common, their_rows[others[looked_at]]),
+        strict=True,
+    )
+    equal = sum(one == other for one, other in pairs) / len(looked_at)
+    return int(equal * len(found)), distinct
 
 
 def _positions(dataset: Any, rows: Rows) -> np.ndarray:

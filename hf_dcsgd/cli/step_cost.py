@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+from torch.utils.benchmark import Timer
 
 from hf_dcsgd.ghost import GhostClipper
 
@@ -93,16 +93,10 @@ def measure_step(
     }
 
 
-def _seconds(action: Callable[[], None], repeats: int = 3) -> float:
+def _seconds(action: Callable[[], None]) -> float:
     """The fastest of a few runs: others share the machine."""
-    times = []
-    for _ in range(repeats):
-        _synchronize()
-        start = time.perf_counter()
-        action()
-        _synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
+    return min(timer.timeit(1).mean for _ in range(3))
 
 
 def _peak_bytes(action: Callable[[], None], device: torch.device) -> int:
@@ -115,8 +109,3 @@ def _peak_bytes(action: Callable[[], None], device: torch.device) -> int:
     with PeakMemory() as memory:
         action()
     return memory.peak
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -213,7 +213,7 @@ class PublishingTrainer(Trainer):
         self._finish_current_push()
         job = self._upload(folder, commit_message or "End of training", token=token, revision=revision)
         if not blocking:
-            _remove_when_done(folder, [job])
+            job.add_done_callback(lambda done: shutil.rmtree(folder, ignore_errors=True))
             return job
         try:
             return job.result()
@@ -246,7 +246,8 @@ class PublishingTrainer(Trainer):
             )
             name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name
             jobs.append(self._upload(folder, f"Training in progress, {progress}, checkpoint", path_in_repo=name))
-        _remove_when_done(folder, jobs)
+        # The client works them off in order.
+        jobs[-1].add_done_callback(lambda done: shutil.rmtree(folder, ignore_errors=True))
         if self.push_in_progress is None or self.push_in_progress.is_done():
             self.push_in_progress: Any = PushInProgress(jobs)  # type: ignore[arg-type]
         else:
@@ -268,23 +269,15 @@ class PublishingTrainer(Trainer):
             raise
         return folder
 
-    def _upload(
-        self,
-        folder: Path,
-        commit_message: str,
-        *,
-        path_in_repo: str | None = None,
-        token: str | None = None,
-        revision: str | None = None,
-    ) -> Future[CommitInfo]:
+    def _upload(self, folder: Path, commit_message: str, **options: str | None) -> Future[CommitInfo]:
+        """Upload a folder in the background; `options` are those of `HfApi.upload_folder`, None for the arguments'."""
+        given: Any = {name: value for name, value in options.items() if value is not None}
         return hf_api().upload_folder(
             repo_id=str(self.hub_model_id),
             folder_path=folder,
-            path_in_repo=path_in_repo,
             commit_message=commit_message,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
             run_as_future=True,
+            **({"token": self.args.hub_token, "revision": self.args.hub_revision} | given),
         )
 
 
@@ -294,15 +287,3 @@ def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
     public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
     public.hub_token = None
     return public
-
-
-def _remove_when_done(folder: Path, jobs: Iterable[Future[Any]]) -> None:
-    unfinished = list(jobs)
-
-    def finished(job: Future[Any]) -> None:
-        unfinished.remove(job)
-        if not unfinished:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    for job in list(unfinished):
-        job.add_done_callback(finished)

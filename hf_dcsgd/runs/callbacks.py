@@ -76,10 +76,8 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 def saved_privacy_state(state: TrainerState) -> dict[str, Any] | None:
     """Plan and mechanism as `PrivacyCallback` saved them in this trainer state, if it did."""
     callbacks: Any = state.stateful_callbacks
-    entry = (callbacks or {}).get(PrivacyCallback.__name__)
-    if isinstance(entry, list):
-        entry = entry[0] if entry else None
-    return None if entry is None else entry.get("attributes", {}).get("saved")
+    entry = (callbacks or {}).get(PrivacyCallback.__name__) or {}
+    return (entry[0] if isinstance(entry, list) else entry).get("attributes", {}).get("saved")
 
 
 def released_logs(logs: dict[str, float], mechanism: DPMechanism | None, log_train_loss: str) -> dict[str, float]:
