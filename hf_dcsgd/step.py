@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dcsgd.checks.forward_writes import ForwardWrites
-from hf_dcsgd.checks.independence import LossAndNorm, require_agreement
+from hf_dcsgd.checks.independence import require_same
 from hf_dcsgd.checks.random_tape import Order, RandomTape
 from hf_dcsgd.data.rows import Batch, batch_length, move_to
 from hf_dcsgd.data.units import (
@@ -277,18 +277,19 @@ class PrivateStep:
         count = 1 if self._stacks_checked else min(_EXAMPLES_CHECKED_AT_FIRST, len(losses))
         self._stacks_checked += 1
         for example in secrets.SystemRandom().sample(range(len(losses)), count):
-            alone, together = self.alone(stack, example, tape), LossAndNorm(losses[example], norms[example])
-            require_agreement(alone, together, float(norms.nan_to_num().max()), self.tolerance(losses))
+            self._check_alone(stack, example, tape, losses, norms)
 
-    def alone(self, stack: Batch, example: int, tape: RandomTape) -> LossAndNorm:
-        """Run one example of a stack by itself, under the random numbers that it had in the stack."""
+    def _check_alone(self, stack: Batch, example: int, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
         taken = take_example(stack, example)
         with torch.random.fork_rng([]), self.clipper.over(self.units(taken)):
-            with tape.play(rows_of_example(stack, example)):
+            with tape.play(rows_of_example(stack, example)):  # the random numbers that it had in the stack
                 loss = self.losses(taken)
             # Checkpointing runs the forward again within the backward, where no tape plays.
             norm = None if self.recomputes else self.clipper.norms(loss)[0]
-        return LossAndNorm(loss.detach()[0], norm)
+        tolerance = self.tolerance(losses)
+        require_same(loss.detach()[0], losses[example], tolerance)
+        if norm is not None:
+            require_same(norm, norms[example], tolerance, 0.1 * float(norms.nan_to_num().max()))
 
     @property
     def recomputes(self) -> bool:

@@ -6,8 +6,6 @@ row of a stack is run again alone, under the random numbers that it had in the s
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -20,26 +18,14 @@ COUPLED = (
 )
 
 
-class LossAndNorm(NamedTuple):
-    """An example's loss and gradient norm: private values. The norm is None where it cannot be compared."""
-
-    per_example_loss: Tensor
-    per_example_norm: Tensor | None
-
-
-def require_agreement(alone: LossAndNorm, together: LossAndNorm, scale: float, tolerance: float) -> None:
-    """Raise `BatchCouplingError` unless an example has the same loss and norm alone and within a stack.
+def require_same(alone: Tensor, together: Tensor, tolerance: float, scale: float = 1.0) -> None:
+    """Raise `BatchCouplingError` unless an example has the same loss, or gradient norm, alone and within a stack.
 
     Args:
-        alone: Loss and norm of the example by itself.
-        together: Those that it had within the stack.
-        scale: The largest norm in the stack: rounding errors of small norms are measured against it.
+        alone: The value of the example by itself: private.
+        together: The one that it had within the stack.
         tolerance: How far values may differ, relatively.
+        scale: What rounding errors of small values are measured against.
     """
-    pairs = [(alone.per_example_loss, together.per_example_loss, 1.0)]
-    if alone.per_example_norm is not None and together.per_example_norm is not None:
-        pairs.append((alone.per_example_norm, together.per_example_norm, scale))
-    for one, other, unit in pairs:
-        absolute = tolerance * unit * (1.0 if unit == 1.0 else 0.1)
-        if not torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=absolute, equal_nan=True):
-            raise BatchCouplingError(COUPLED)
+    if not torch.allclose(alone, together.to(alone.dtype), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        raise BatchCouplingError(COUPLED)
