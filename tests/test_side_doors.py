@@ -166,6 +166,17 @@ def test_buffers_of_any_kind_that_nobody_writes_pass() -> None:
         model(torch.randn(3, FEATURES))
 
 
+def test_a_buffer_written_anew_passes_only_with_the_numbers_that_it_had_from_the_start() -> None:
+    model = feature_classifier()
+    model.register_buffer("frequencies", torch.tensor([1.0, 2.0, 3.0]))
+    writes = ForwardWrites(model)
+    with writes.refused():
+        model.frequencies.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    for _ in range(2):  # what was refused once is no precedent
+        with pytest.raises(UnsupportedModelError, match="frequencies"), writes.refused():
+            model.frequencies.copy_(torch.tensor([3.0, 2.0, 1.0]))
+
+
 def test_coupling_in_the_train_mode_of_a_frozen_part_is_found(tmp_path: Path) -> None:
     class Centering(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -15,15 +15,20 @@ from torch import Tensor, nn
 
 from hf_dcsgd.ghost import UnsupportedModelError
 
+_SMALL = 1 << 16
+
 
 class ForwardWrites:
     """Looks for tensors of a model that were written to, by version and address: cheap enough for every forward.
 
-    `.data` and some kernels write without counting: `refused_by_value` compares the numbers themselves.
+    `.data` and some kernels write without counting: `refused_by_value` compares the numbers themselves. A small buffer
+    that is written anew with the numbers that it had from the start (frequencies of RoPE are) was not changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        buffers = model.named_buffers()
+        self._first = {name: tensor.detach().clone() for name, tensor in buffers if tensor.numel() <= _SMALL}
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -36,7 +41,7 @@ class ForwardWrites:
             for name in before.keys() | after.keys()
             if name not in before or name not in after or not _is_same(before[name], after[name])
         }
-        self._refuse(changed)
+        self._refuse({name for name in changed if not self._is_as_at_first(name, after.get(name))})
 
     @contextmanager
     def refused_by_value(self) -> Iterator[None]:
@@ -46,6 +51,9 @@ class ForwardWrites:
             yield
         after = dict(_tensors(self._model))
         self._refuse({name for name, value in before.items() if not _same_numbers(after[name].detach(), value)})
+
+    def _is_as_at_first(self, name: str, now: Tensor | None) -> bool:
+        return now is not None and name in self._first and _same_numbers(now.detach(), self._first[name])
 
     def frozen_checksums(self) -> dict[str, int]:
         """Sum up the bits of every buffer and frozen parameter, which a run must leave as they were."""
@@ -77,17 +85,18 @@ def _place(tensor: Tensor) -> tuple[int | None, int | None]:
 
 
 def _is_same(before: tuple[Tensor, int | None, int | None], after: Tensor) -> bool:
-    """Whether a tensor is what it was, or was replaced by one with the same numbers (frequencies of RoPE are)."""
+    """Whether a tensor is what it was, or was replaced by one with the same numbers."""
     tensor, *place = before
     if tuple(place) != _place(tensor):
         return False
-    return tensor is after or (tensor.shape == after.shape and _same_numbers(after.detach(), tensor.detach()))
+    return tensor is after or _same_numbers(after.detach(), tensor.detach())
 
 
 def _same_numbers(one: Tensor, other: Tensor) -> bool:
     if one.layout != torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _checksum(tensor: Tensor) -> int:

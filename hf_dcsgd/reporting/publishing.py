@@ -194,6 +194,7 @@ class PublishingTrainer(Trainer):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
+        private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Upload model, tokenizer, card and report, and nothing else (see the module). Arguments as for transformers.
@@ -203,6 +204,8 @@ class PublishingTrainer(Trainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         token = token if token is not None else self.args.hub_token
         if self.hub_model_id is None:
+            if private is not None:
+                self.args.hub_private_repo = private  # not every release of transformers takes it by `init_hf_repo`
             self.init_hf_repo(token=token)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
