@@ -238,7 +238,7 @@ def test_the_budget_that_no_noise_meets(tmp_path: Path) -> None:
         ({"fp16": True}, "fp16=True .* scaler skips steps depending on private data; use bf16"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True .* batch size sets the sampling rate"),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed=.* noise cannot enter exactly once"),
-        ({"fsdp": "full_shard"}, "fsdp=.* no whole per-example gradient"),
+        ({"fsdp": "full_shard"}, "fsdp=.* in pieces"),
         ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen=.* tokens drawn is private"),
         ({"include_num_input_tokens_seen": "non_padding"}, "include_num_input_tokens_seen=.* tokens drawn is private"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy=sequential .* Poisson"),
