@@ -120,10 +120,13 @@ class FollowingHistogram:
             return None
         shares /= shares.sum()
         edges = bin_edges(self.histogram_range, bins, self.growth)[: highest + 2]
+        headroom = math.ceil(_HEADROOM * bins)
         if highest == bins - 1 and counts[-1] > deviation:
             self._slide(max(1, bins // 4))
         else:
-            self._slide(max(highest + math.ceil(_HEADROOM * bins) - (bins - 1), -(bins // 2)))
+            # Slowly down, as a tail may be lost in the noise for a while, unless all norms are below the window.
+            most = headroom if highest else bins // 2
+            self._slide(max(highest + headroom - (bins - 1), -most))
         return NormDistribution(edges, shares)
 
     def _slide(self, shift: int) -> None:
