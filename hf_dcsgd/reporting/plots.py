@@ -67,10 +67,11 @@ def histogram_figure(trace: Trace) -> Figure | None:
         return None
     steps = np.array([line["step"] for line in lines], dtype=float)
     ranges = np.array([line["histogram_range"] for line in lines], dtype=float)
-    bins = len(lines[0]["noisy_histogram"])
+    edges = np.array(lines[0]["histogram_edges"], dtype=float)
     # A range that was left behind within the first few steps would squeeze the rest of the picture.
-    top, bottom = np.quantile(ranges, 0.98), ranges.min() / bins / 2
-    logarithmic = top > _LOG_RATIO / 2 * ranges.min()
+    top, bottom = np.quantile(ranges, 0.98), min(line["histogram_edges"][1] for line in lines) / 2
+    grows = edges[2] - edges[1] > 1.01 * edges[1]
+    logarithmic = grows or top > _LOG_RATIO / 2 * ranges.min()
     rows = np.geomspace(bottom, top, _ROWS + 1) if logarithmic else np.linspace(0, top, _ROWS + 1)
     columns = np.array_split(np.arange(len(lines)), min(len(lines), _COLUMNS))
     shares = np.array([np.mean([_shares(lines[i], rows) for i in column], axis=0) for column in columns]).T
