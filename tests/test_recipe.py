@@ -8,10 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tasks import feature_classifier, feature_rows, quiet
+from torch import nn
 from transformers import get_scheduler
 
-from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, recipe
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, PrivacyPlan, PrivateStep, recipe
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting.plan_table import describe_recipe
+
+
+def cross_entropy(logits, labels):
+    return nn.functional.cross_entropy(logits, labels, reduction="none")
 
 
 def arguments(tmp_path, **given):
@@ -183,3 +189,27 @@ def test_a_run_with_nothing_given_but_epsilon(tmp_path, capsys):
     assert trainer.plan.expected_batch_size == 100
     assert trainer.state.global_step == trainer.plan.steps == 20
     assert "Recipe (auto)" in capsys.readouterr().out
+
+
+def test_a_scale_free_release_is_divided_by_the_threshold_of_its_own_step():
+    rows = feature_rows(8)
+    stack = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    gradients = []
+    for scale_free in (False, True):
+        model = feature_classifier()
+        plan = PrivacyPlan.create(
+            dataset_size=64,
+            expected_batch_size=8,
+            steps=2,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            noise_multiplier=0.0,
+            clipping="du",  # which moves at every step
+            settings={"clip_threshold": 0.25, "du_decay": 0.1},
+        )
+        step = PrivateStep(model, DPMechanism(plan), loss=cross_entropy, scale_free=scale_free)
+        step.accumulate(stack)
+        release = step.release()
+        assert release.sensitivity == 0.25
+        assert step.mechanism.threshold.clip_threshold < 0.25
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(gradients[1], gradients[0] / 0.25)
