@@ -49,27 +49,15 @@ class ModelArguments:
 
 
 @dataclass
-class DataTrainingArguments:
-    """Which data, and how they become batches. Several columns, labels or modules are separated by commas."""
+class FileArguments:
+    """Which files, how much of them, and what is done in a folder that holds a run."""
 
-    _argument_group_name = "data"
-
-    task_name: str | None = _option(None, "A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli.")
-    glue_dir: str | None = _option(None, "Folder with GLUE's official TSV files. Default: the Hub's copy of GLUE.")
     train_file: str | None = _option(
         None, "Training data: csv, tsv (without quoting, as GLUE's), json, jsonl or parquet."
     )
     validation_file: str | None = _option(None, "Data to evaluate on, in one of the same formats.")
     test_file: str | None = _option(None, "Data to predict, in one of the same formats; labels are not needed.")
-    text_column: str | None = _option(None, "Column of the text. Default: the task's, or found by its name.")
-    text_pair_column: str | None = _option(None, "Column of the second text, where examples are pairs.")
-    label_column: str | None = _option(None, "Column of the label. Default: the task's, or found by its name.")
-    labels: str | None = _option(
-        None, "The labels by id, such as no,yes. Default: those in the training file, which are then taken as public."
-    )
-    regression: bool = _option(False, "Predict a number. Found by itself when the labels are not whole numbers.")
     max_seq_length: int = _option(128, "Longer texts are cut to so many tokens.")
-    pad_to_max_length: bool = _option(False, "Pad every text to max_seq_length, not just to the longest of its batch.")
     max_train_samples: int | None = _option(None, "Use only so many training examples.")
     max_eval_samples: int | None = _option(None, "Use only so many examples of each evaluation set.")
     max_predict_samples: int | None = _option(None, "Predict only so many examples of each test set.")
@@ -82,16 +70,42 @@ class DataTrainingArguments:
     )
 
     def __post_init__(self) -> None:
-        if all(source is None for source in (self.task_name, self.train_file, self.validation_file, self.test_file)):
-            raise UserError("give --task_name (a GLUE task), or files of your own by --train_file and so on")
-        if self.text_pair_column is not None and self.text_column is None:
-            raise UserError(f"--text_pair_column {self.text_pair_column!r} needs --text_column, too")
         for name in ("train_file", "validation_file", "test_file"):
             path = getattr(self, name)
             if path is not None and Path(path).suffix.lower() not in FILE_FORMATS:
                 raise UserError(f"--{name} {path}: expected one of {', '.join(FILE_FORMATS)}")
             if path is not None and not Path(path).is_file():
                 raise UserError(f"--{name} {path}: there is no such file")
+
+    @property
+    def has_files(self) -> bool:
+        """Whether any data are given by a file."""
+        return any(path is not None for path in (self.train_file, self.validation_file, self.test_file))
+
+
+@dataclass
+class DataTrainingArguments(FileArguments):
+    """Which data, and how they become batches. Several columns, labels or modules are separated by commas."""
+
+    _argument_group_name = "data"
+
+    task_name: str | None = _option(None, "A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli.")
+    glue_dir: str | None = _option(None, "Folder with GLUE's official TSV files. Default: the Hub's copy of GLUE.")
+    text_column: str | None = _option(None, "Column of the text. Default: the task's, or found by its name.")
+    text_pair_column: str | None = _option(None, "Column of the second text, where examples are pairs.")
+    label_column: str | None = _option(None, "Column of the label. Default: the task's, or found by its name.")
+    labels: str | None = _option(
+        None, "The labels by id, such as no,yes. Default: those in the training file, which are then taken as public."
+    )
+    regression: bool = _option(False, "Predict a number. Found by itself when the labels are not whole numbers.")
+    pad_to_max_length: bool = _option(False, "Pad every text to max_seq_length, not just to the longest of its batch.")
+
+    def __post_init__(self) -> None:
+        if self.task_name is None and not self.has_files:
+            raise UserError("give --task_name (a GLUE task), or files of your own by --train_file and so on")
+        if self.text_pair_column is not None and self.text_column is None:
+            raise UserError(f"--text_pair_column {self.text_pair_column!r} needs --text_column, too")
+        super().__post_init__()
 
 
 class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -113,9 +127,9 @@ class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescripti
 class JobParser(HfArgumentParser):
     """Says what is wrong in one line, and shows the privacy options in a group of their own."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, model: Any = ModelArguments, data: Any = DataTrainingArguments, **kwargs: Any) -> None:
         self.groups: dict[bool, Any] = {}  # by whether an option is one of private training
-        dataclasses: Any = (ModelArguments, DataTrainingArguments, DCSGDTrainingArguments)
+        dataclasses: Any = (model, data, DCSGDTrainingArguments)
         super().__init__(dataclasses, formatter_class=ReadableHelp, **kwargs)
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
@@ -132,7 +146,7 @@ class JobParser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (--help lists all options)")
 
-    def parse(self, argv: Sequence[str]) -> tuple[ModelArguments, DataTrainingArguments, DCSGDTrainingArguments]:
+    def parse(self, argv: Sequence[str]) -> tuple[Any, Any, DCSGDTrainingArguments]:
         """Parse a command line. A JSON or YAML file may come first on it; options that follow have the last word."""
         if argv and re.search(r"\.(json|ya?ml)$", argv[0]):
             argv = [*_as_command_line(Path(argv[0])), *argv[1:]]
