@@ -23,18 +23,16 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_dcsgd.checks.environment import refuse_parallelism, refuse_sharding_environment
 from hf_dcsgd.checks.evaluation_data import refuse_training_data
-from hf_dcsgd.checks.trainer_inputs import refuse_overrides, refuse_smoothing_without_config, validate_inputs
-from hf_dcsgd.data.grouping import group_rows
+from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import restack
 from hf_dcsgd.data.rows import Batch, Collator, longest_row, with_rounded_lengths
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
-from hf_dcsgd.privacy.units import RowsOfUnits
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import checkpoint_to_resume
 from hf_dcsgd.runs.processes import quiet_replica
-from hf_dcsgd.runs.rows import cached_rows, plan_sizes, train_dataloader, usable_rows
+from hf_dcsgd.runs.rows import TrainingRows, cached_rows, train_dataloader
 from hf_dcsgd.runs.search_cost import HyperparameterSearch, SearchCost
 from hf_dcsgd.runs.start import agree_on_run, refuse_second_run, start_run
 from hf_dcsgd.step import ExampleLosses, PrivateStep
@@ -73,6 +71,14 @@ class DCSGDTrainer(PublishingTrainer):
 
     args: DCSGDTrainingArguments
     model: nn.Module
+    plan: PrivacyPlan | None = None
+    step: PrivateStep | None = None
+    _layers = "as_is"
+    _search: HyperparameterSearch | None = None
+    _current_trial: Any = None
+    _checkpoint: str | None = None
+    _trunk: FrozenTrunk | None = None
+    _evaluation_cache: EvaluationCache | None = None
 
     def __init__(
         self,
@@ -100,37 +106,16 @@ class DCSGDTrainer(PublishingTrainer):
         refuse_overrides(self, DCSGDTrainer)
         refuse_sharding_environment()
         validate_inputs(
-            model, data_collator, train_dataset, compute_loss_func, per_example_loss_func, rows_per_example
-        )
-        refuse_smoothing_without_config(model, args.label_smoothing_factor)
-        self.per_example_loss_func = per_example_loss_func
-        self.rows_per_example = rows_per_example
-        self._grouped: tuple[Any, str, RowsOfUnits] | None = None
-        self.plan: PrivacyPlan | None = None
-        self.step: PrivateStep | None = None
-        self._layers = "as_is"
-        self._search: HyperparameterSearch | None = None
-        self._current_trial: Any = None
-        self._checkpoint: str | None = None
-        self._trunk: FrozenTrunk | None = None
-        self.args, self.train_dataset = args, train_dataset  # as transformers will, which asks for the batch size
-        args.settle(**({"dataset_size": None} if train_dataset is None else self._sizes()))
-        self._evaluation_cache: EvaluationCache | None = None
+            model, args.label_smoothing_factor, data_collator, train_dataset,
+            compute_loss_func, per_example_loss_func, rows_per_example,
+        )  # fmt: skip
+        self.per_example_loss_func, self.rows_per_example = per_example_loss_func, rows_per_example
+        self._rows = TrainingRows(args, train_dataset)
+        args.settle(**self._rows.sizes())  # first, as transformers asks for the batch size
         super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            model_init,
-            None,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics,
-        )
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, model_init, None,
+            compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics,
+        )  # fmt: skip
         refuse_parallelism(self.args, self.model, is_model_parallel=self.is_model_parallel)
         refuse_training_data(self.train_dataset, self.eval_dataset)
         if not self.is_world_process_zero():
@@ -175,22 +160,14 @@ class DCSGDTrainer(PublishingTrainer):
 
     def make_plan(self) -> PrivacyPlan:
         """Make the plan for the present arguments, data and model."""
-        return self.args.privacy_plan(
-            **self._sizes(),
-            num_parameters=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
-        )
+        num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return self.args.privacy_plan(**self.training_rows().sizes(), num_parameters=num_parameters)
 
-    def _sizes(self) -> dict[str, Any]:
-        return plan_sizes(self.args, self.train_dataset, self.rows_of_units())
-
-    def rows_of_units(self) -> RowsOfUnits | None:
-        """Return which rows are whose, with `privacy_unit`; found once per dataset."""
-        column, data = self.args.privacy_unit, self.train_dataset
-        if column is None:
-            return None
-        if self._grouped is None or self._grouped[0] is not data or self._grouped[1] != column:
-            self._grouped = (data, column, group_rows(data, column, show_progress=not self.args.disable_tqdm))
-        return self._grouped[2]
+    def training_rows(self) -> TrainingRows:
+        """Return the training data as they are drawn; units of privacy are found once per dataset."""
+        if not self._rows.are_of(self.args, self.train_dataset):
+            self._rows = TrainingRows(self.args, self.train_dataset)
+        return self._rows
 
     def make_step(self, trunk: FrozenTrunk | None = None, *, spot_checks: bool = True) -> PrivateStep:
         """Make the private step for the present model, without a mechanism yet; audits switch its spot checks off."""
@@ -222,26 +199,31 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_in_train:
             self._agree_on_run()
         plan = self.plan = self.plan or self.make_plan()
-        rows, collate = self.rows_and_collator()
+        (rows, collate), units, cache = self.rows_and_collator(), self.training_rows().units, None
         if self.is_in_train:
             names = self._loss_settings()["label_names"]
             with self.compute_loss_context_manager():
                 rows, collate, cache = cached_rows(
-                    self.args, plan, self.model, rows, collate, units=self.rows_of_units(),
-                    label_names=names, make_step=self.make_step,
-                )  # fmt: skip
-            self._trunk = None if cache is None else cache.trunk
-            forward_context = self.compute_loss_context_manager
-            # A compiled evaluation would not see that blocks are passed over.
-            self._evaluation_cache = None
-            if cache is not None and not self.args.torch_compile:
-                self._evaluation_cache = EvaluationCache(cache, forward_context)
-        return train_dataloader(self.args, plan, rows, collate, self.rows_of_units())
+                    self.args,
+                    plan,
+                    self.model,
+                    rows,
+                    collate,
+                    units=units,
+                    label_names=names,
+                    make_step=self.make_step,
+                )
+        self._trunk = self._evaluation_cache = None
+        if cache is not None:
+            self._trunk = cache.trunk
+            if not self.args.torch_compile:  # a compiled evaluation would not see that blocks are passed over
+                self._evaluation_cache = EvaluationCache(cache, self.compute_loss_context_manager)
+        return train_dataloader(self.args, plan, rows, collate, units)
 
     def rows_and_collator(self) -> tuple[Any, Collator]:
         """Return the training rows and their collator, both without the columns that the model does not take."""
         collate = with_rounded_lengths(self.data_collator, longest_row(self.processing_class, self.model))
-        rows = usable_rows(self.args, self.train_dataset, self.rows_of_units())
+        rows = self.training_rows().usable()
         if hasattr(rows, "column_names"):
             return self._remove_unused_columns(rows, description="training"), collate
         return rows, self._get_collator_with_removed_columns(collate, description="training")
@@ -321,8 +303,7 @@ class DCSGDTrainer(PublishingTrainer):
         assert self.step is not None
         assert self.plan is not None
         self.step.train()
-        optimizer_mode = getattr(self.optimizer, "train", None)
-        if callable(optimizer_mode):
+        if callable(optimizer_mode := getattr(self.optimizer, "train", None)):
             optimizer_mode()
         shown_loss = torch.zeros((), device=self.args.device)
         for stack in inputs:
@@ -330,9 +311,7 @@ class DCSGDTrainer(PublishingTrainer):
             if RAW_TRAIN_LOSS in self.plan.opt_outs:
                 shown_loss += loss_sum * self.plan.world_size / self.plan.expected_batch_size
         if self.accelerator.sync_gradients:
-            noisy_loss = self.step.release().noisy_loss
-            if noisy_loss is not None:
-                shown_loss += noisy_loss
+            shown_loss += self.step.release().noisy_loss or 0.0
         return shown_loss
 
     def compute_loss(

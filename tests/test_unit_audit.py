@@ -16,6 +16,7 @@ from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.ghost.units import Units
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
+from hf_dcsgd.runs.rows import TrainingRows
 
 pytestmark = pytest.mark.proof
 
@@ -77,9 +78,11 @@ def the_mean_over_a_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 
 def n_counted_in_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        "hf_dcsgd.trainer.plan_sizes", lambda args, data, units: {"dataset_size": len(data), "num_units": len(data)}
-    )
+    def sizes(self: TrainingRows) -> dict[str, int]:
+        assert self.units is not None
+        return {"dataset_size": len(self.units.rows), "num_units": len(self.units.rows)}
+
+    patch.setattr(TrainingRows, "sizes", sizes)
 
 
 MUTATIONS: tuple[tuple[str, str, Callable[[pytest.MonkeyPatch], None]], ...] = (

@@ -264,7 +264,7 @@ def sampler_findings(trainer: DCSGDTrainer, logical_batches: int = 200) -> list[
 
 def owners_of_rows(trainer: DCSGDTrainer) -> np.ndarray | None:
     """Return the unit of every row, where units are drawn."""
-    units = trainer.rows_of_units()
+    units = trainer.training_rows().units
     if units is None or trainer.plan is None or not trainer.plan.draws_units:
         return None
     owners = np.empty(len(units.rows), dtype=np.int64)

@@ -10,13 +10,7 @@ from hf_dcsgd.privacy.sampling import map_style_length
 from hf_dcsgd.validation import require_count
 
 # The guarantee rests on these methods of the trainer.
-GUARDED_METHODS = (
-    "compute_loss",
-    "get_train_dataloader",
-    "_get_train_sampler",
-    "get_batch_samples",
-    "training_step",
-)
+GUARDED_METHODS = ("compute_loss", "get_train_dataloader", "_get_train_sampler", "get_batch_samples", "training_step")
 
 
 def refuse_overrides(trainer: object, own: type) -> None:
@@ -31,6 +25,7 @@ def refuse_overrides(trainer: object, own: type) -> None:
 
 def validate_inputs(
     model: Any,
+    label_smoothing: float,
     data_collator: Any,
     train_dataset: Any,
     compute_loss_func: Any,
@@ -50,6 +45,11 @@ def validate_inputs(
         raise ValueError("expected a model with weights, got one on the meta device")
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ValueError("expected model as it was before torch.compile, whose graph does not call modules one by one")
+    if label_smoothing and model is not None and not hasattr(model, "config"):
+        raise ValueError(
+            f"label_smoothing_factor={label_smoothing:g} needs a transformers model; {type(model).__name__} has no "
+            "config. Smooth the labels in a per_example_loss_func"
+        )
     for name, function in (("data_collator", data_collator), ("per_example_loss_func", per_example_loss_func)):
         if function is not None and not callable(function):
             raise TypeError(f"expected {name} to be callable, got {function!r}")
@@ -60,12 +60,3 @@ def validate_inputs(
         )
     if train_dataset is not None:
         map_style_length(train_dataset)
-
-
-def refuse_smoothing_without_config(model: nn.Module | None, label_smoothing: float) -> None:
-    """Refuse to smooth labels for a module of which transformers does not know where they are."""
-    if label_smoothing and model is not None and not hasattr(model, "config"):
-        raise ValueError(
-            f"label_smoothing_factor={label_smoothing:g} needs a transformers model; {type(model).__name__} has no "
-            "config. Smooth the labels in a per_example_loss_func"
-        )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_dcsgd.data.grouping import select_rows, without_column
+from hf_dcsgd.data.grouping import group_rows, select_rows, without_column
 from hf_dcsgd.data.loading import poisson_dataloader
 from hf_dcsgd.data.rows import Collator, take_only_row
 from hf_dcsgd.privacy.plan import BY_ROW, PrivacyPlan
@@ -25,22 +26,36 @@ from hf_dcsgd.trunk.units import HiddenStatesCollator, RowsWithHiddenStates, col
 _LOADER_OPTIONS = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
-def plan_sizes(args: DCSGDTrainingArguments, data: Any, units: RowsOfUnits | None) -> dict[str, Any]:
-    """Return how many examples can be drawn, and how many units of privacy they belong to."""
-    if units is None:
-        return {"dataset_size": map_style_length(data)}
-    by_row = args.privacy_unit_clipping == BY_ROW
-    drawn = len(units.first_rows(args.max_rows_per_unit)) if by_row else len(units)
-    return {"dataset_size": drawn, "num_units": len(units)}
+class TrainingRows:
+    """The training data as a run draws from them: rows, and the units of privacy that they belong to."""
 
+    def __init__(self, args: DCSGDTrainingArguments, data: Any) -> None:
+        self._args, self._data, self._column = args, data, args.privacy_unit
+        self.units: RowsOfUnits | None = None
+        if self._column is not None and data is not None:
+            self.units = group_rows(data, self._column, show_progress=not args.disable_tqdm)
 
-def usable_rows(args: DCSGDTrainingArguments, data: Any, units: RowsOfUnits | None) -> Any:
-    """Return the training rows without the column of `privacy_unit`: those that each unit may take part with."""
-    if units is None or args.privacy_unit is None:
-        return data
-    rows = without_column(data, args.privacy_unit)
-    by_row = args.privacy_unit_clipping == BY_ROW
-    return select_rows(rows, units.first_rows(args.max_rows_per_unit)) if by_row else rows
+    def are_of(self, args: DCSGDTrainingArguments, data: Any) -> bool:
+        """Tell whether these are the rows of this dataset under these arguments, as they are now."""
+        return self._args is args and self._data is data and self._column == args.privacy_unit
+
+    def sizes(self) -> dict[str, Any]:
+        """Return how many examples can be drawn, and how many units of privacy they belong to."""
+        if self.units is None:
+            return {"dataset_size": None if self._data is None else map_style_length(self._data)}
+        return {"dataset_size": len(self.units if self._first is None else self._first), "num_units": len(self.units)}
+
+    def usable(self) -> Any:
+        """Return the rows that each unit may take part with, without the column of `privacy_unit`."""
+        rows = self._data if self._column is None else without_column(self._data, self._column)
+        return rows if self._first is None else select_rows(rows, self._first)
+
+    @property
+    def _first(self) -> np.ndarray | None:
+        """The rows that are drawn one by one, where units are not drawn as a whole."""
+        if self.units is None or self._args.privacy_unit_clipping != BY_ROW:
+            return None
+        return self.units.first_rows(self._args.max_rows_per_unit)
 
 
 def train_dataloader(
