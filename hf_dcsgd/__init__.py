@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hf_dcsgd.privacy.ledger import LedgerError as LedgerError
     from hf_dcsgd.privacy.mechanism import BudgetExhausted as BudgetExhausted
     from hf_dcsgd.privacy.plan import PrivacyPlan as PrivacyPlan
+    from hf_dcsgd.seq2seq import DCSGDSeq2SeqTrainer as DCSGDSeq2SeqTrainer
+    from hf_dcsgd.seq2seq import DCSGDSeq2SeqTrainingArguments as DCSGDSeq2SeqTrainingArguments
     from hf_dcsgd.step import PrivateStep as PrivateStep
     from hf_dcsgd.trainer import DCSGDTrainer as DCSGDTrainer
     from hf_dcsgd.training_args import DCSGDTrainingArguments as DCSGDTrainingArguments
@@ -37,6 +39,7 @@ _EXPORTS = {
     "privacy.ledger": "LedgerError",
     "privacy.mechanism": "BudgetExhausted",
     "privacy.plan": "PrivacyPlan",
+    "seq2seq": "DCSGDSeq2SeqTrainer DCSGDSeq2SeqTrainingArguments",
     "step": "PrivateStep",
     "trainer": "DCSGDTrainer",
     "training_args": "DCSGDTrainingArguments",

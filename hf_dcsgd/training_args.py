@@ -352,9 +352,9 @@ class DCSGDTrainingArguments(TrainingArguments):
         return PrivacyUnit(self.privacy_unit, num_units, self.max_rows_per_unit, self.privacy_unit_clipping)
 
     def privacy_options(self) -> dict[str, Any]:
-        """Return the options that this class adds, by name."""
+        """Return the options of private training, by name."""
         theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
-        own = {f.name for f in dataclasses.fields(self) if f.init} - theirs
+        own = {f.name for f in dataclasses.fields(DCSGDTrainingArguments) if f.init} - theirs
         return {name: getattr(self, name) for name in sorted(own)}
 
 

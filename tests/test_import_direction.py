@@ -22,6 +22,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("reporting",),
     ("trainer", "own_loop"),
+    ("seq2seq",),
     ("audit",),
     ("jobs",),
     ("cli",),

@@ -453,6 +453,23 @@ def test_seq2seq_models_get_the_decoder_inputs_of_their_own_forward(name: str) -
     torch.testing.assert_close(losses, own, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["M2M100", "Whisper"])
+def test_models_that_shift_labels_in_their_forward(kind: str) -> None:
+    layers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    sizes = {"vocab_size": 60, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_source_positions": 8}
+    tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = getattr(hf, f"{kind}Config")(**layers, **sizes, **tokens, num_mel_bins=8)
+    model = randomized(lambda: getattr(hf, f"{kind}ForConditionalGeneration")(config)).eval()
+    labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.tensor([[5, 6, 7, 8, 2]] * 2)}
+    if kind == "Whisper":
+        inputs = {"input_features": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))}
+    batch = {**inputs, "labels": labels}
+    model_inputs, found = split_labels(model, batch)
+    own = torch.stack([model(**row(batch, i)).loss for i in range(2)])
+    torch.testing.assert_close(per_example_losses(model, model(**model_inputs), found), own, rtol=1e-5, atol=1e-6)
+
+
 def test_an_encoder_decoder_classifier_gets_no_decoder_inputs() -> None:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     config = hf.BartConfig(

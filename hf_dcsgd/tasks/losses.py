@@ -18,7 +18,9 @@ Auxiliary losses that some models add when they see labels (expert balancing) ar
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -344,6 +346,12 @@ def _decoder_input_ids(model: nn.Module, labels: Tensor) -> Tensor:
     for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
         if hasattr(model, name):
             return getattr(model, name)(labels)
+    # Others (M2M100, Whisper) shift labels within their forward, by a function of the file that defines them.
+    homes = (sys.modules[ancestor.__module__] for ancestor in type(model).__mro__)
+    shift: Any = next((home.shift_tokens_right for home in homes if hasattr(home, "shift_tokens_right")), None)
+    if shift is not None and "decoder_start_token_id" in inspect.signature(shift).parameters:
+        config: Any = model.config
+        return shift(labels, config.pad_token_id, config.decoder_start_token_id)
     raise ValueError(
         f"{type(model).__name__} cannot build decoder_input_ids from labels, and the batch has none: add them in the "
         "data collator"
