@@ -58,6 +58,7 @@ from hf_dcsgd.tasks.losses import (
     split_labels,
 )
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
+from hf_dcsgd.trunk.unread import FirstPosition, reads_first_position
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
@@ -86,6 +87,7 @@ class ExampleLosses:
         self._rows_per_example = rows_per_example
         self._has_choices = is_multiple_choice(model)
         self._trunk = trunk
+        self.first_position: FirstPosition | None = None
         self._loss = loss
         self._label_names = label_names
         self._label_smoothing = label_smoothing
@@ -101,11 +103,10 @@ class ExampleLosses:
     def _run(self, batch: Batch) -> tuple[Tensor, Any]:
         inputs, labels = split_labels(self._model, batch, self._label_names)
         hidden_states = inputs.pop(TRUNK_ENTRY, None)
-        if hidden_states is None:
+        narrowed = self.first_position.only() if self.first_position is not None else nullcontext()
+        fed = self._require_trunk().feed(hidden_states) if hidden_states is not None else nullcontext()
+        with narrowed, fed:
             outputs = self._forward(inputs)
-        else:
-            with self._require_trunk().feed(hidden_states):
-                outputs = self._forward(inputs)
         if self._loss is not None:
             return checked_user_losses(self._loss, outputs, labels, batch_length(batch)), outputs
         mask, smoothing = batch.get("attention_mask"), self._label_smoothing
@@ -207,6 +208,24 @@ class PrivateStep:
     def units(self, batch: Batch) -> Units | None:
         """Say which rows of the forward are one example, for `clipper.over`; None where each is one."""
         return self._losses.units(batch)
+
+    def leave_out_unread(self, batch: Batch) -> None:
+        """Compute the first position of the last block alone where this batch shows that nothing reads the others."""
+        self._losses.first_position = None
+        first = FirstPosition.of(self.model)
+        if first is None or self.recomputes:  # the backward would compute the whole block
+            return
+        clipper = GhostClipper(self.model)
+
+        def results() -> tuple[Tensor, Tensor]:
+            with clipper.over(self.units(batch)):
+                losses = self.losses(batch)
+                return losses.detach(), clipper.norms(losses)
+
+        with torch.no_grad():
+            tolerance = self.tolerance(self.losses(batch))
+        if reads_first_position(first, results, tolerance):
+            self._losses.first_position = first
 
     # -- the logical batch -------------------------------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
                 if not _makes_sense(step, batch):
                     batch = step.on_device(_repeated(row))
             check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch), step.units(batch))
+            step.leave_out_unread(batch)
             _check_rows_are_independent(step, clipper, batch)
             step.train()
             with clipper.over(step.units(batch)), ForwardWrites(model).refused_by_value():

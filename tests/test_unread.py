@@ -1,0 +1,126 @@
+"""Positions of the last block that nothing reads are left out: the same losses, norms, sums and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
+from tiny_tasks import pad, private_args, text_rows, tiny_bert
+from torch import Tensor, nn
+
+from hf_dcsgd import DCSGDTrainer
+from hf_dcsgd.step import PrivateStep
+from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers
+from hf_dcsgd.trunk.unread import FirstPosition
+
+pytestmark = pytest.mark.usefixtures("no_report_page")
+
+READ_FIRST = ("bert", "roberta", "distilbert", "electra", "deberta_v2", "mpnet", "lora_bert")
+READ_MORE = ("bert_masked_lm", "bert_token", "bert_qa", "gpt2", "llama_classifier", "vit", "lstm")
+
+
+def prepared(name: str) -> tuple[nn.Module, dict[str, Tensor], Tensor]:
+    model = ARCHITECTURES[name].build().eval()
+    select_trainable_layers(model, default_layers(model))
+    inputs, labels = ARCHITECTURES[name].batch(model, n=4)
+    return model, inputs, labels
+
+
+def with_labels(inputs: dict[str, Tensor], labels: Any) -> dict[str, Tensor]:
+    return {**inputs, **(labels if isinstance(labels, dict) else {"labels": labels})}
+
+
+def positions_behind_attention(model: nn.Module, step: PrivateStep, batch: dict[str, Tensor]) -> int:
+    """How many positions the last linear layer of the last block is given."""
+    seen: list[int] = []
+    last = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".1." in name][-1]
+    handle = last.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[1]))
+    step.losses(batch)
+    handle.remove()
+    return seen[-1]
+
+
+@pytest.mark.parametrize("name", READ_FIRST)
+def test_norms_and_sums_are_those_of_the_whole_model(name: str) -> None:
+    model, inputs, labels = prepared(name)
+    batch = with_labels(inputs, labels)
+    one_by_one = gradients_one_by_one(model, inputs, labels)
+    step = PrivateStep(model)
+    assert positions_behind_attention(model, step, batch) > 1
+    step.leave_out_unread(batch)
+    assert positions_behind_attention(model, step, batch) == 1
+    total = step.clipper.zeros()
+    with step.clipper:
+        norms = step.clipper.norms(step.losses(batch))
+        expected = norms_of(one_by_one)
+        factors = clip_factors(expected, float(expected.median()))
+        step.clipper.accumulate(factors, total)
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-7)
+    for part, found in step.clipper.unflatten(total).items():
+        torch.testing.assert_close(found.double(), clipped_sum_of(one_by_one, factors)[part], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", READ_MORE)
+def test_a_head_that_reads_more_gets_more(name: str) -> None:
+    model, inputs, labels = prepared(name)
+    batch = with_labels(inputs, labels)
+    step = PrivateStep(model)
+    before = step.losses(batch).detach()
+    step.leave_out_unread(batch)
+    torch.testing.assert_close(step.losses(batch).detach(), before, rtol=0, atol=0)
+
+
+def test_a_loss_that_reads_more_gets_more() -> None:
+    model, inputs, labels = prepared("bert")
+    model.config.output_hidden_states = True
+
+    def reads_all(outputs: Any, labels: Tensor) -> Tensor:
+        return outputs.hidden_states[-1].square().mean((1, 2)) + outputs.logits[:, 0]
+
+    step = PrivateStep(model, loss=reads_all)
+    batch = with_labels(inputs, labels)
+    step.leave_out_unread(batch)
+    assert positions_behind_attention(model, step, batch) > 1
+
+
+def test_nothing_is_left_out_where_the_backward_computes_the_block_again() -> None:
+    model, inputs, labels = prepared("bert")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    step = PrivateStep(model)
+    batch = with_labels(inputs, labels)
+    step.leave_out_unread(batch)
+    assert positions_behind_attention(model, step, batch) > 1
+
+
+def test_no_hook_stays_on_the_model() -> None:
+    model, inputs, labels = prepared("bert")
+    step = PrivateStep(model)
+    step.leave_out_unread(with_labels(inputs, labels))
+    step.losses(with_labels(inputs, labels))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("trunk_cache", ["off", "on"])
+def test_a_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trunk_cache: str) -> None:
+    def trained(folder: str) -> dict[str, Tensor]:
+        model = tiny_bert()
+        options = {"max_steps": 4, "unsafe_noise_seed": 7, "trunk_cache": trunk_cache}
+        args = private_args(tmp_path / folder, **options, trunk_cache_dir=str(tmp_path / "cache"))
+        trainer = DCSGDTrainer(model, args, train_dataset=text_rows(), data_collator=pad)
+        trainer.train()
+        assert trainer.step is not None
+        batch = pad(text_rows(4))
+        widths.append(positions_behind_attention(model, trainer.step, batch))
+        return model.state_dict()
+
+    widths: list[int] = []
+    narrowed = trained("narrowed")
+    monkeypatch.setattr(FirstPosition, "of", lambda model: None)
+    whole = trained("whole")
+    assert widths[0] == 1 < widths[1]
+    for name, value in whole.items():
+        torch.testing.assert_close(narrowed[name], value, rtol=1e-4, atol=1e-6)
