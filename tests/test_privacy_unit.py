@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from datasets import Dataset
@@ -30,6 +32,7 @@ from tiny_tasks import (
     tiny_bert,
     watch_steps,
 )
+from tqdm.auto import tqdm
 
 from hf_dcsgd import DCSGDTrainer, PrivateRun
 from hf_dcsgd.data.grouping import group_rows
@@ -98,18 +101,47 @@ def test_a_selected_shuffled_transformed_dataset_is_grouped_by_what_it_shows() -
     assert as_sets(group_rows(data.with_transform(lambda rows: {"x": rows["x"]}), "user")) == by_dict(shown)
 
 
-def test_a_million_rows_take_seconds() -> None:
+@pytest.mark.parametrize("kind", ["whole", "shuffled"])
+def test_a_million_rows_take_seconds_and_little_memory(kind: str) -> None:
     users = np.random.default_rng(0).integers(0, 100_000, 1_000_000)
-    data = Dataset.from_dict({"user": [f"user-{user}" for user in users]})
+    data = Dataset.from_dict({"user": pa.array(users).cast(pa.string())})
+    data = data.shuffle(seed=0) if kind == "shuffled" else data
     start = time.process_time()
     units = group_rows(data, "user")
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 3
     assert len(units) == len(np.unique(users))
+    assert units.rows.nbytes + units.sizes.nbytes + units.starts.nbytes < 10e6
     start = time.process_time()
     sampler = UnitBatchSampler(units, 1000, max_rows_per_unit=4, steps=1)
     for _ in range(20):
         sampler.split(sampler.draw())
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 1
+
+
+def test_rows_that_were_filtered_out_may_be_nobodys() -> None:
+    data = Dataset.from_dict({"user": ["b", None, "a", "b", "c"], "height": [1.0, 2.0, float("nan"), 2.0, 1.0]})
+    assert as_sets(group_rows(data.filter(lambda row: row["user"] is not None), "user")) == by_dict(list("babc"))
+    assert as_sets(group_rows(data.select([0, 3, 4]), "height")) == {(0, 2), (1,)}
+    with pytest.raises(ValueError, match="in every training row"):
+        group_rows(data.select([0, 1]), "user")
+
+
+@pytest.mark.parametrize("kind", ["arrow", "list"])
+def test_a_progress_bar_where_it_takes_more_than_a_second(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, options = io.StringIO(), {}
+
+    def at_once(*args: Any, **kwargs: Any) -> tqdm:
+        options.update(kwargs)
+        return tqdm(*args, **{**kwargs, "delay": 0, "mininterval": 0, "file": printed})
+
+    monkeypatch.setattr("hf_dcsgd.data.grouping.tqdm", at_once)
+    monkeypatch.setattr("hf_dcsgd.data.grouping._ROWS_AT_ONCE", 10)
+    users = [k // 3 for k in range(30)]
+    data = Dataset.from_dict({"user": users}) if kind == "arrow" else [{"user": user} for user in users]
+    assert as_sets(group_rows(data, "user")) == by_dict(users)
+    assert options["delay"] == 1
+    assert "Units by user:  33%" in printed.getvalue()
+    assert "30/30" in printed.getvalue() or "30.0/30.0" in printed.getvalue()
 
 
 @pytest.mark.parametrize("kind", ["arrow", "list"])
@@ -214,6 +246,36 @@ def test_units_are_collated_alone_and_never_cut() -> None:
                 alone = take_example(stack, unit)
                 assert batch_length(alone) == len(rows_of_example(stack, unit)) == 2
                 assert alone[UNIT_ENTRY].tolist() == [0, 0]
+
+
+def test_units_of_like_lengths_and_numbers_of_rows_share_stacks() -> None:
+    """Stacks are of equal shapes, whatever the sampling strategy: little is padded, and they are full."""
+    generator = np.random.default_rng(0)
+    rows = [{"input_ids": [1] * int(n), "labels": 0} for n in generator.geometric(0.08, 3000).clip(3, 60)]
+    units = RowsOfUnits(np.arange(3000) // 3)
+    sampler = UnitBatchSampler(units, 300, max_rows_per_unit=2, steps=3, gradient_accumulation_steps=5)
+
+    def in_eights(handed: list[Any]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.nn.functional.pad(value, (0, -value.shape[1] % 8)) if value.dim() == 2 else value
+            for name, value in pad(handed).items()
+        }
+
+    micro_batches = list(poisson_dataloader(rows, sampler, in_eights))
+    used = padded = stacks = by_chance = 0
+    for start in range(0, 15, 5):
+        logical = micro_batches[start : start + 5]
+        for stack in (stack for part in restack(logical, 60) for stack in part):
+            stacks += 1
+            used += int(stack["attention_mask"].sum())
+            padded += stack["input_ids"].numel()
+        by_chance += sum(
+            sum(map(batch_length, part)) * max(unit["input_ids"].shape[1] for unit in part) for part in logical if part
+        )
+    # What is left is rounding, and the shorter row of a unit; each of 64/8 lengths leaves one stack that is not full.
+    assert padded < 2 * used
+    assert padded < 0.6 * by_chance
+    assert stacks < 3 * (600 / 60 + 64 / 8)
 
 
 def test_a_unit_larger_than_a_stack_is_a_stack() -> None:

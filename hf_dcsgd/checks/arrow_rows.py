@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import types
 
+from hf_dcsgd.data.grouping import positions_in_table
+
 Rows = np.ndarray | None  # positions in a dataset; None for all of them
 
 _ENDS, _BETWEEN = np.arange(5)[:, None], np.arange(1, 4)[:, None]
@@ -61,8 +63,7 @@ def shared_contents(train: Any, train_rows: Rows, evaluation: Any, evaluation_ro
 
 def _positions(dataset: Any, rows: Rows) -> np.ndarray:
     """Return the positions in the Arrow table of rows of a dataset, which may be a view of it."""
-    indices = dataset._indices
-    positions = np.arange(len(dataset)) if indices is None else indices.column(0).to_numpy().astype(np.int64)
+    positions = positions_in_table(dataset)
     return positions if rows is None else positions[rows]
 
 

@@ -7,13 +7,14 @@ The values are compared with each other and forgotten; what is kept, and public,
 | missing, in the dataset or in a row               | `ValueError` with the columns that there are               |
 | a value that is null or NaN                       | `ValueError`: whose row is it?                             |
 | values that cannot be compared (lists, structs)   | `TypeError`                                                |
-| of an Arrow dataset                               | encoded by Arrow: a million rows take a part of a second   |
-| of any other dataset                              | read row by row, with a progress bar after a second        |
+| of an Arrow dataset                               | encoded by Arrow, some rows at a time: little memory       |
+| of any other dataset                              | read row by row                                            |
+| more than a second                                | a progress bar                                             |
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ from hf_dcsgd.data.rows import fetch_row
 from hf_dcsgd.privacy.sampling import map_style_length
 from hf_dcsgd.privacy.units import RowsOfUnits
 
+_ROWS_AT_ONCE = 100_000
+
 
 def group_rows(dataset: Any, column: str, *, show_progress: bool = True) -> RowsOfUnits:
     """Find out which rows have the same value in a column: each value is one unit of privacy."""
     map_style_length(dataset)
-    if hasattr(dataset, "column_names") and hasattr(dataset, "with_format"):
-        return RowsOfUnits(_codes_by_arrow(dataset, column))
+    if all(hasattr(dataset, name) for name in ("data", "column_names", "_indices")):
+        return RowsOfUnits(_codes_by_arrow(dataset, column, show_progress))
     return RowsOfUnits(_codes_row_by_row(dataset, column, show_progress))
 
 
@@ -59,24 +62,40 @@ def select_rows(rows: Any, indices: np.ndarray) -> Any:
     return rows.select(indices) if hasattr(rows, "select") else Subset(rows, indices.tolist())
 
 
-def _codes_by_arrow(dataset: Any, column: str) -> np.ndarray:
+def positions_in_table(dataset: Any) -> np.ndarray:
+    """Return where the rows of a `datasets.Dataset`, which may be a view, are in its Arrow table."""
+    indices = dataset._indices
+    return np.arange(len(dataset)) if indices is None else indices.column(0).to_numpy().astype(np.int64)
+
+
+def _codes_by_arrow(dataset: Any, column: str, show_progress: bool) -> np.ndarray:
+    """Encode the whole table: gathering the rows of a view takes longer. Rows that are not in it may lack a value."""
     _require_column(column, dataset.column_names)
-    values = dataset.select_columns([column]).with_format("arrow")[:].column(column)
-    is_missing = pc.is_null(values, nan_is_null=pa.types.is_floating(values.type))
-    if pc.any(is_missing).as_py():
+    values = dataset.data.column(column)
+    encoded, missing = [], []
+    for start in _progress(range(0, len(values), _ROWS_AT_ONCE), column, show_progress):
+        part = values.slice(start, _ROWS_AT_ONCE).combine_chunks()
+        missing.append(pc.is_null(part, nan_is_null=pa.types.is_floating(part.type)).to_numpy(zero_copy_only=False))
+        encoded.append(_encoded(part, column))
+    unified = pa.chunked_array(encoded).unify_dictionaries()
+    codes = np.concatenate([chunk.indices.fill_null(0).to_numpy(zero_copy_only=False) for chunk in unified.chunks])
+    positions = positions_in_table(dataset)
+    if np.concatenate(missing)[positions].any():
         raise _missing_value(column)
+    return np.unique(codes[positions], return_inverse=True)[1]
+
+
+def _encoded(values: pa.Array, column: str) -> pa.DictionaryArray:
     try:
-        encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
+        return values.dictionary_encode()
     except (pa.ArrowNotImplementedError, pa.ArrowInvalid) as error:
         raise _not_comparable(column, str(values.type)) from error
-    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _codes_row_by_row(dataset: Any, column: str, show_progress: bool) -> np.ndarray:
     known: dict[Hashable, int] = {}
     codes = np.empty(len(dataset), dtype=np.int64)
-    indices = range(len(dataset))
-    for index in tqdm(indices, desc=f"Units by {column}", unit="row", delay=1, disable=not show_progress):
+    for index in _progress(range(len(dataset)), column, show_progress):
         row = fetch_row(dataset, index)
         _require_column(column, list(row) if isinstance(row, Mapping) else [])
         value = row[column]
@@ -88,6 +107,11 @@ def _codes_row_by_row(dataset: Any, column: str, show_progress: bool) -> np.ndar
             raise _not_comparable(column, type(value).__name__)
         codes[index] = known.setdefault(value, len(known))
     return codes
+
+
+def _progress(indices: range, column: str, show_progress: bool) -> Iterable[int]:
+    label = {"desc": f"Units by {column}", "unit": "row", "unit_scale": indices.step}
+    return tqdm(indices, **label, delay=1, disable=not show_progress)
 
 
 def _require_column(column: str, columns: list[str]) -> None:
