@@ -35,10 +35,12 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 from collectives import CollectiveCounter, FromFirstToLastStep
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.data.units import UNIT_ENTRY
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 from hf_dcsgd.reporting import report
+from hf_dcsgd.step import PrivateStep
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 FEATURES, CLASSES = 16, 3
@@ -47,6 +49,8 @@ LAYOUT_RECORDS, LAYOUT_BATCH, LAYOUT_STEPS = 96, 32, 4
 NOISE_WIDTH, NOISE_STEPS = 26_000, 4
 LOCKSTEP_RECORDS, LOCKSTEP_STEPS = 60, 100
 INCLUSION_DRAWS = 4000
+UNIT_SIZES = (*range(1, 13), *range(1, 13))  # the rows of each of 24 units; all of them may enter with up to 4
+UNIT_CAP, UNIT_STEPS = 4, 90
 
 
 class Records(torch.utils.data.Dataset):
@@ -62,6 +66,21 @@ class Records(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+class OwnedRecords(Records):
+    """Vectors of which several have one owner; where these lie among the others is the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(sum(UNIT_SIZES))
+        self.owners = np.random.default_rng(3).permutation(np.repeat(np.arange(len(UNIT_SIZES)), UNIT_SIZES))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "user_id": f"user {self.owners[index]}"}
+
+    def find(self, inputs: Tensor) -> list[int]:
+        """Tell which records these are."""
+        return (self.inputs[None] == inputs[:, None]).all(-1).nonzero()[:, 1].tolist()
 
 
 class Net(nn.Module):
@@ -92,7 +111,7 @@ def make_trainer(
     *,
     model: nn.Module | None = None,
     model_init: Callable[[], nn.Module] | None = None,
-    records: int = 60,
+    records: int | Records = 60,
     callbacks: Any = None,
     **options: Any,
 ) -> DCSGDTrainer:
@@ -115,7 +134,7 @@ def make_trainer(
         model=seeded_net() if model is None and model_init is None else model,
         model_init=model_init,
         args=DCSGDTrainingArguments(output_dir=str(output_dir / "run"), **(defaults | options)),
-        train_dataset=Records(records),
+        train_dataset=Records(records) if isinstance(records, int) else records,
         eval_dataset=Records(21),
         per_example_loss_func=losses_of,
         callbacks=callbacks,
@@ -179,6 +198,33 @@ def recorded_releases() -> Iterator[list[dict[str, Any]]]:
         yield seen
 
 
+@contextmanager
+def recorded_stacks(steps_before: Callable[[], int]) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
+    """What each forward gets on this rank: the step, inputs, and which rows of them are one unit."""
+    seen: list[tuple[int, Tensor, Tensor]] = []
+    original = PrivateStep.accumulate
+
+    def accumulate(self: PrivateStep, stack: Any) -> Tensor:
+        seen.append((steps_before(), stack["inputs"].clone(), stack[UNIT_ENTRY].clone()))
+        return original(self, stack)
+
+    with patched(PrivateStep, "accumulate", accumulate):
+        yield seen
+
+
+def gradient_noise(trainer: DCSGDTrainer, releases: list[dict[str, Any]]) -> Tensor:
+    """Measured noise of the gradients of all releases, in units of σ_T·C."""
+    assert trainer.plan is not None
+    found = []
+    for entry in releases:
+        total = entry["clipped_sum"].clone()
+        if WORLD_SIZE > 1:
+            torch.distributed.all_reduce(total)
+        drawn = entry["noisy_gradient"].double() * trainer.plan.expected_batch_size - total.double()
+        found.append(drawn / (trainer.plan.grad_noise_multiplier * entry["sensitivity"]))
+    return torch.cat(found)
+
+
 def digest(trainer: DCSGDTrainer) -> str:
     """One hash over every bit of the parameters and over what the threshold holds (C and R)."""
     assert trainer.mechanism is not None
@@ -189,10 +235,10 @@ def digest(trainer: DCSGDTrainer) -> str:
 
 
 class EachStep(TrainerCallback):
-    """Calls back after every step; stops the loop after `stop_at`, as a user's own callback might."""
+    """Keeps a digest of every step; stops the loop after `stop_at`, as a user's own callback might."""
 
-    def __init__(self, action: Callable[[], Any] | None = None, stop_at: int | None = None) -> None:
-        self.action, self.stop_at = action, stop_at
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
         self.trainer: DCSGDTrainer | None = None
         self.values: list[Any] = []
 
@@ -241,15 +287,7 @@ def noise(directory: Path) -> dict[str, Any]:
     )
     with recorded_releases() as releases:
         trainer.train()
-    assert trainer.plan is not None
-    units = []
-    for entry in releases:
-        total = entry["clipped_sum"]
-        if WORLD_SIZE > 1:
-            torch.distributed.all_reduce(total)
-        drawn = entry["noisy_gradient"].double() * trainer.plan.expected_batch_size - total.double()
-        units.append(drawn / (trainer.plan.grad_noise_multiplier * entry["sensitivity"]))
-    drawn = torch.cat(units)
+    drawn = gradient_noise(trainer, releases)
     return {
         "coordinates": len(drawn),
         "ratio": drawn.square().mean().sqrt().item(),
@@ -307,6 +345,37 @@ def inclusion(directory: Path) -> dict[str, Any]:
     for row in mask:
         row[sampler.draw()] = True
     return {"mask": mask}
+
+
+def units(directory: Path) -> dict[str, Any]:
+    """A run that protects owners of several records: what reaches each forward, the noise of releases; more draws."""
+    records = OwnedRecords()
+    trainer = make_trainer(
+        directory,
+        records=records,
+        privacy_unit="user_id",
+        max_rows_per_unit=UNIT_CAP,
+        per_device_train_batch_size=8 // WORLD_SIZE // 2,
+        gradient_accumulation_steps=2,
+        max_steps=UNIT_STEPS,
+        learning_rate=1e-3,
+    )
+    with recorded_releases() as releases, recorded_stacks(lambda: len(releases)) as stacks:
+        trainer.train()
+    assert trainer.plan is not None
+    sampler = trainer.get_train_dataloader().batch_sampler
+    draws = [unit for _ in range(INCLUSION_DRAWS) for part in sampler.split(sampler.draw()) for unit in part]
+    entered = []  # (step, stack, the rows that a unit has in it)
+    for number, (step, inputs, of_row) in enumerate(stacks):
+        rows = np.array(records.find(inputs))
+        entered += [(step, number, rows[of_row.numpy() == unit].tolist()) for unit in of_row.unique().tolist()]
+    return {
+        "draws": draws,
+        "entered": entered,
+        "sums": [entry["clipped_sum"] for entry in releases],
+        "rate": trainer.plan.sampling_rate,
+        "noise": gradient_noise(trainer, releases).square().mean().sqrt().item(),
+    }
 
 
 def seeded(directory: Path) -> dict[str, Any]:
@@ -520,6 +589,7 @@ SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
         noise,
         lockstep,
         inclusion,
+        units,
         seeded,
         disagreement,
         interrupted,

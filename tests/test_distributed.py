@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 from glue_fixtures import EXAMPLES, save_tiny_bert
-from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
+from oracles import clip_factors, clipped_sum_of, gradients_of, gradients_one_by_one, norms_of
 from scipy import stats
 from worker_pool import REPOSITORY, WorkerPool, clean_environment
 
@@ -34,6 +34,7 @@ SHARED = (
     "noise",
     "lockstep",
     "inclusion",
+    "units",
     "seeded",
     "disagreement",
     "interrupted",
@@ -103,7 +104,7 @@ def quad(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process: this one."""
     directory = tmp_path_factory.mktemp("single")
-    for scenario in ("layout", "noise"):
+    for scenario in ("layout", "noise", "units"):
         worker.run(directory, scenario)
     return directory
 
@@ -201,6 +202,73 @@ def test_the_unsafe_seed_repeats_a_run_whatever_the_global_seeds_are(pair: Path)
     first, second = saw(pair, "seeded")
     assert first["digests"] == second["digests"]
     assert len(set(first["digests"])) == 1
+
+
+# --- units of several rows -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["single", "pair"])
+def units_of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What the ranks of a run with `privacy_unit` saw, on one and on two processes."""
+    return saw(request.getfixturevalue(request.param), "units")
+
+
+@pytest.mark.parametrize("where", ["forwards of the run", "draws"])
+def test_every_unit_enters_at_rate_q_with_rows_drawn_uniformly(
+    units_of_ranks: list[dict[str, Any]], where: str
+) -> None:
+    owners, sizes = worker.OwnedRecords().owners, np.array(worker.UNIT_SIZES)
+    if where == "draws":  # of the sampler that the trainer made for the run
+        times, entered = worker.INCLUSION_DRAWS, [rows for rank in units_of_ranks for rows in rank["draws"]]
+    else:
+        times, entered = worker.UNIT_STEPS, [rows for rank in units_of_ranks for _, _, rows in rank["entered"]]
+    rate = units_of_ranks[0]["rate"]
+    assert rate == 8 / len(sizes)
+    counts = np.bincount([owners[rows[0]] for rows in entered], minlength=len(sizes))
+    low, high = stats.binom.interval(1 - 1e-6 / len(counts), times, rate)
+    assert (low <= counts).all()
+    assert (counts <= high).all()
+    # All together, so that a rate that follows the number of rows is seen.
+    spread = ((counts - times * rate) ** 2).sum() / (times * rate * (1 - rate))
+    assert spread < stats.chi2.ppf(1 - 1e-6, len(counts))
+    rows_entered = np.bincount([row for rows in entered for row in rows], minlength=len(owners))
+    for unit, size in enumerate(sizes):
+        of_unit = rows_entered[owners == unit]
+        assert of_unit.sum() == counts[unit] * min(size, worker.UNIT_CAP)
+        # Rows of one draw exclude each other, which makes counts more alike than independent ones.
+        assert size <= worker.UNIT_CAP or stats.chisquare(of_unit).pvalue > 1e-6
+
+
+def test_a_unit_is_in_one_forward_of_one_rank_with_rows_of_its_own(units_of_ranks: list[dict[str, Any]]) -> None:
+    owners = worker.OwnedRecords().owners
+    places: dict[tuple[int, int], tuple[int, int]] = {}  # (step, unit) → (rank, stack)
+    for rank, seen in enumerate(units_of_ranks):
+        for step, stack, rows in seen["entered"]:
+            (unit,) = {int(owners[row]) for row in rows}
+            assert len(rows) == len(set(rows)) == min(worker.UNIT_SIZES[unit], worker.UNIT_CAP)
+            assert (step, unit) not in places, "a unit enters a step at most once"
+            places[step, unit] = (rank, stack)
+    rank_of_unit = {(unit, rank) for (_, unit), (rank, _) in places.items()}
+    assert len(rank_of_unit) == len(worker.UNIT_SIZES), "every unit is in one rank's shard, and only there"
+    assert len(set(places.values())) > worker.UNIT_STEPS, "steps should have had several stacks"
+
+
+def test_units_are_clipped_as_a_whole_and_noise_enters_once(units_of_ranks: list[dict[str, Any]]) -> None:
+    records, model = worker.OwnedRecords(), worker.seeded_net()
+    first = [rows for rank in units_of_ranks for step, _, rows in rank["entered"] if step == 0]
+    gradients = []
+    for rows in first:
+        losses = worker.losses_of(model(records.inputs[rows]), records.labels[rows])
+        gradients.append(gradients_of(losses.mean(), model))
+    expected = torch.zeros(sum(p.numel() for p in model.parameters()))
+    if first:
+        clipped = clipped_sum_of(gradients, clip_factors(norms_of(gradients), 1.0))
+        expected = torch.cat([clipped[name].flatten() for name, _ in model.named_parameters()]).float()
+    total = torch.stack([rank["sums"][0] for rank in units_of_ranks]).sum(0)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+    for rank in units_of_ranks:
+        # 90 releases of 163 numbers: one standard error is 0.6%.
+        assert rank["noise"] == pytest.approx(1.0, abs=0.03)
 
 
 # --- agreement, resumption, the end of the budget --------------------------------------------------------------------
