@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +37,33 @@ def test_a_private_run_is_audited_and_drawn(
     )
     assert again.correct == verdict["correct"]
     assert "of 20 guesses about 60 canaries were right: ε ≥" in capsys.readouterr().out
+
+
+def test_canaries_that_are_persons_with_several_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report_page: None
+) -> None:
+    trained_on: list[dict] = []
+
+    class Trainer(one_run.DCSGDTrainer):
+        def __init__(self, *args: Any, train_dataset: list[dict], **kwargs: Any) -> None:
+            trained_on.extend(train_dataset)
+            super().__init__(*args, train_dataset=train_dataset, **kwargs)
+
+    monkeypatch.setattr(one_run, "DCSGDTrainer", Trainer)
+    options = ["--canaries", "60", "--examples", "100", "--steps", "10", "--batch_size", "32", "--epsilon", "4"]
+    code = one_run.main([*options, "--rows_per_canary", "3", "--seed", "3", "--output_dir", str(tmp_path)])
+    written = json.loads((tmp_path / "one_run_audit.json").read_text())
+    included = sum(written["included"])
+    rows_of = Counter(row["user_id"] for row in trained_on)
+    assert Counter(rows_of.values()) == {1: 100, 3: included}
+    for user in (user for user, count in rows_of.items() if count == 3):
+        assert len({str(row["input_ids"]) for row in trained_on if row["user_id"] == user}) == 1, "equal rows"
+    plan = json.loads((tmp_path / "privacy_run.json").read_text())["plan"]
+    assert plan["dataset_size"] == plan["unit"]["count"] == 100 + included
+    assert plan["unit"]["max_rows"] == 3
+    assert code == 0
+    assert 3.5 < written["audit"]["claimed_epsilon"] <= 4.0
+    assert len(written["scores"]) == written["audit"]["canaries"] == 60
 
 
 def test_canaries_follow_no_rule_and_the_background_does() -> None:
@@ -71,7 +100,10 @@ def test_a_folder_without_a_model_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_the_audit_refutes_a_claim_that_has_no_noise_behind_it(tmp_path: Path, no_report_page: None) -> None:
+@pytest.mark.parametrize("rows_per_canary", [None, 4])
+def test_the_audit_refutes_a_claim_that_has_no_noise_behind_it(
+    tmp_path: Path, rows_per_canary: int | None, no_report_page: None
+) -> None:
     """The control: next to no noise, and a small ε claimed all the same."""
     run = one_run.audited_run(
         tmp_path,
@@ -80,6 +112,7 @@ def test_the_audit_refutes_a_claim_that_has_no_noise_behind_it(tmp_path: Path, n
         examples=150,
         claim=0.5,
         seed=0,
+        rows_per_canary=rows_per_canary,
         noise_multiplier=1e-3,
         target_delta=1e-6,
         clipping="fixed",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import scipy.stats
 import sklearn.metrics
 from datasets import Dataset
-from glue_fixtures import OFFICIAL, save_tiny_bert, write_official
+from glue_fixtures import EXAMPLES, OFFICIAL, save_tiny_bert, write_official
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 import hf_dcsgd.trainer
@@ -573,6 +574,26 @@ def test_whole_persons_from_a_csv(tmp_path: Path, tiny_bert: str) -> None:
     assert "for adding or removing any one user_id with all of its rows" in report["guarantee"]["sentence"]
     for path in (tmp_path / "out").rglob("*"):
         assert not path.is_file() or b"person-" not in path.read_bytes(), path
+
+
+def test_the_command_of_the_readme_for_whole_persons(
+    tmp_path: Path, tiny_bert: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it stands there, but with another model, for two steps."""
+    text = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = (line for line in text.splitlines() if "run_glue.py" in line and "--privacy_unit user_id" in line)
+    rows = [{**row, "user_id": k % 40} for k, row in enumerate(message_rows() * 6)]
+    write_rows(rows, tmp_path / "messages.csv")
+    monkeypatch.chdir(tmp_path)
+    program, script, *options = shlex.split(command)
+    assert (program, script) == ("python", "examples/glue/run_glue.py")
+    quick = ["--max_steps", "2", "--accountant", "rdp", "--use_cpu", "--report_to", "none"]
+    assert run_glue.main([*options, "--model_name_or_path", tiny_bert, *quick]) == 0
+    (written,) = tmp_path.rglob("privacy_report.json")
+    report = json.loads(written.read_text())
+    assert written.parent == tmp_path / options[options.index("--output_dir") + 1]
+    assert report["sampling"]["privacy_unit"]["count"] == report["sampling"]["dataset_size"] == 40
+    assert report["guarantee"]["sentence"].count("one user_id with all of its rows")
 
 
 @pytest.mark.parametrize(
