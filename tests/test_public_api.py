@@ -12,7 +12,8 @@ import hf_dcsgd
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.clipping import STRATEGIES
 
-PROMISED = """DCSGDTrainer DCSGDTrainingArguments DCSGDSeq2SeqTrainer DCSGDSeq2SeqTrainingArguments GhostClipper PrivacyPlan ClippingThreshold NormClipping
+PROMISED = """DCSGDTrainer DCSGDTrainingArguments DCSGDSeq2SeqTrainer DCSGDSeq2SeqTrainingArguments GhostClipper
+    PrivacyPlan ClippingThreshold NormClipping
     StrategyOption PublicNumbers SideQuery register_rule register_strategy register_accountant BudgetExhausted
     LedgerError Dense Outer OneHotRows BatchCouplingError UnsupportedModelError ParityError __version__"""
 
