@@ -127,7 +127,7 @@ def main() -> None:
         print(f"\n== {setting.key}", flush=True)
         result = carry_out(setting, options.data)
         write(result, setting.path)
-        print(f"== {setting.key}: {result['accuracy']:.2%} after {result['seconds']:.0f} s", flush=True)
+        print(f"== {setting.key}: {result['accuracy']:.2%} after {result['cpu_seconds']:.0f} CPU s", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +67,7 @@ class Schema:
         for name, (dtype, axes) in self.entries.items():
             shape = [next(dims) for _ in range(axes)]
             kind = getattr(torch, dtype)
-            size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+            size = math.prod(shape) * kind.itemsize
             row[name] = torch.frombuffer(data[place : place + size].copy(), dtype=kind).view(shape)
             place += size
         return row
@@ -109,7 +110,7 @@ class RowStore:
                 self._place[records[:, 0], 1] = np.arange(len(records))
                 self._shards.append(records)
         self._data = [
-            np.memmap(path.with_suffix(".bin"), dtype=np.uint8, mode="r")
+            np.asarray(np.memmap(path.with_suffix(".bin"), dtype=np.uint8, mode="r"))  # slices of a memmap are slow
             for path in sorted(self.folder.glob("rows-*.idx"))
             if len(self._whole_records(path))
         ]
