@@ -20,7 +20,8 @@ from hf_dcsgd.training_args import DCSGDTrainingArguments
 FILE_FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def _option(default: Any, text: str) -> Any:
+def option(default: Any, text: str) -> Any:
+    """Make a field of a dataclass of arguments, with its help."""
     return field(default=default, metadata={"help": text})
 
 
@@ -31,41 +32,39 @@ class ModelArguments:
     _argument_group_name = "model"
 
     model_name_or_path: str = field(metadata={"help": "A model id of the Hugging Face Hub, or a folder."})
-    config_name: str | None = _option(None, "Configuration, if it is not the model's own.")
-    tokenizer_name: str | None = _option(None, "Tokenizer, if it is not the model's own.")
-    model_revision: str = _option("main", "Branch, tag or commit of the model on the Hub.")
-    cache_dir: str | None = _option(None, "Where downloads and prepared data are kept.")
-    ignore_mismatched_sizes: bool = _option(
-        False, "Start with a fresh head if the labels are others than the model's."
-    )
-    lora: bool = _option(False, "Train low-rank adapters (peft) and the classifier, not the model's last layers.")
-    lora_rank: int = _option(8, "--lora: the rank r of the adapters.")
-    lora_alpha: int = _option(16, "--lora: the adapters are scaled by alpha / rank.")
-    lora_dropout: float = _option(0.0, "--lora: dropout in front of the adapters.")
-    lora_targets: str | None = _option(
+    config_name: str | None = option(None, "Configuration, if it is not the model's own.")
+    tokenizer_name: str | None = option(None, "Tokenizer, if it is not the model's own.")
+    model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
+    cache_dir: str | None = option(None, "Where downloads and prepared data are kept.")
+    ignore_mismatched_sizes: bool = option(False, "Start with a fresh head if the labels are others than the model's.")
+    lora: bool = option(False, "Train low-rank adapters (peft) and the classifier, not the model's last layers.")
+    lora_rank: int = option(8, "--lora: the rank r of the adapters.")
+    lora_alpha: int = option(16, "--lora: the adapters are scaled by alpha / rank.")
+    lora_dropout: float = option(0.0, "--lora: dropout in front of the adapters.")
+    lora_targets: str | None = option(
         None, "--lora: modules that get adapters, or all-linear. Default: peft's choice."
     )
-    lora_modules_to_save: str | None = _option(None, "--lora: modules trained in full, too, such as pooler.")
+    lora_modules_to_save: str | None = option(None, "--lora: modules trained in full, too, such as pooler.")
 
 
 @dataclass
 class FileArguments:
     """Which files, how much of them, and what is done in a folder that holds a run."""
 
-    train_file: str | None = _option(
+    train_file: str | None = option(
         None, "Training data: csv, tsv (without quoting, as GLUE's), json, jsonl or parquet."
     )
-    validation_file: str | None = _option(None, "Data to evaluate on, in one of the same formats.")
-    test_file: str | None = _option(None, "Data to predict, in one of the same formats; labels are not needed.")
-    max_seq_length: int = _option(128, "Longer texts are cut to so many tokens.")
-    max_train_samples: int | None = _option(None, "Use only so many training examples.")
-    max_eval_samples: int | None = _option(None, "Use only so many examples of each evaluation set.")
-    max_predict_samples: int | None = _option(None, "Predict only so many examples of each test set.")
-    overwrite_cache: bool = _option(False, "Tokenize anew, even if a prepared copy is there.")
-    new_run: bool = _option(
+    validation_file: str | None = option(None, "Data to evaluate on, in one of the same formats.")
+    test_file: str | None = option(None, "Data to predict, in one of the same formats; labels are not needed.")
+    max_seq_length: int = option(128, "Longer texts are cut to so many tokens.")
+    max_train_samples: int | None = option(None, "Use only so many training examples.")
+    max_eval_samples: int | None = option(None, "Use only so many examples of each evaluation set.")
+    max_predict_samples: int | None = option(None, "Predict only so many examples of each test set.")
+    overwrite_cache: bool = option(False, "Tokenize anew, even if a prepared copy is there.")
+    new_run: bool = option(
         False, "Start a new run although output_dir holds one; what that one spent stays in the ledger."
     )
-    non_private: bool = _option(
+    non_private: bool = option(
         False, "NOTHING IS PRIVATE: train the same layers by transformers' Trainer, to compare."
     )
 
@@ -89,16 +88,16 @@ class DataTrainingArguments(FileArguments):
 
     _argument_group_name = "data"
 
-    task_name: str | None = _option(None, "A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli.")
-    glue_dir: str | None = _option(None, "Folder with GLUE's official TSV files. Default: the Hub's copy of GLUE.")
-    text_column: str | None = _option(None, "Column of the text. Default: the task's, or found by its name.")
-    text_pair_column: str | None = _option(None, "Column of the second text, where examples are pairs.")
-    label_column: str | None = _option(None, "Column of the label. Default: the task's, or found by its name.")
-    labels: str | None = _option(
+    task_name: str | None = option(None, "A GLUE task: cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli.")
+    glue_dir: str | None = option(None, "Folder with GLUE's official TSV files. Default: the Hub's copy of GLUE.")
+    text_column: str | None = option(None, "Column of the text. Default: the task's, or found by its name.")
+    text_pair_column: str | None = option(None, "Column of the second text, where examples are pairs.")
+    label_column: str | None = option(None, "Column of the label. Default: the task's, or found by its name.")
+    labels: str | None = option(
         None, "The labels by id, such as no,yes. Default: those in the training file, which are then taken as public."
     )
-    regression: bool = _option(False, "Predict a number. Found by itself when the labels are not whole numbers.")
-    pad_to_max_length: bool = _option(False, "Pad every text to max_seq_length, not just to the longest of its batch.")
+    regression: bool = option(False, "Predict a number. Found by itself when the labels are not whole numbers.")
+    pad_to_max_length: bool = option(False, "Pad every text to max_seq_length, not just to the longest of its batch.")
 
     def __post_init__(self) -> None:
         if self.task_name is None and not self.has_files:

@@ -26,10 +26,10 @@ def explained(message: Callable[[Exception], str], *errors: type[Exception]) -> 
         raise UserError(message(error)) from error
 
 
-def needs_extra(feature: str) -> AbstractContextManager[None]:
+def needs_extra(feature: str, extra: str = "demo") -> AbstractContextManager[None]:
     """Explain which extra to install where an import fails."""
     return explained(
-        lambda error: f"{feature} needs more packages ({error}): pip install 'hf-dcsgd[demo]'", ImportError
+        lambda error: f"{feature} needs more packages ({error}): pip install 'hf-dcsgd[{extra}]'", ImportError
     )
 
 

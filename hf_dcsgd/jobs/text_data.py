@@ -45,7 +45,9 @@ def load_text_data(
     subset = glue.subsets[0] if glue else ""
     files = {"train": args.train_file, f"validation{subset}": args.validation_file, f"test{subset}": args.test_file}
     as_official = glue if args.text_column is None else None
-    splits = {name: _read_file(name, path, as_official, cache_dir) for name, path in files.items() if path is not None}
+    splits = {
+        name: _read_split(name, path, as_official, cache_dir) for name, path in files.items() if path is not None
+    }
     if glue is not None and args.glue_dir is not None:
         splits = read_glue_folder(glue, Path(args.glue_dir)) | splits
     elif glue is not None and not splits:
@@ -56,14 +58,19 @@ def load_text_data(
         task = replace(task, texts=(args.text_column, *pair))
     _require_columns(splits, task)
     if privacy_unit is not None and "train" in splits:
-        _require_owners(splits["train"], privacy_unit)
+        require_owners(splits["train"], privacy_unit)
     return TextData(splits, task if glue is not None else _with_labels(task, args, splits))
 
 
-def _read_file(split: str, path: str, task: Task | None, cache_dir: str | None) -> Dataset:
-    suffix = Path(path).suffix.lower()
-    if task is not None and suffix == ".tsv":
+def _read_split(split: str, path: str, task: Task | None, cache_dir: str | None) -> Dataset:
+    if task is not None and Path(path).suffix.lower() == ".tsv":
         return read_official_tsv(task, Path(path), test=split.startswith("test"))
+    return read_file(path, cache_dir)
+
+
+def read_file(path: str, cache_dir: str | None = None) -> Dataset:
+    """Read the rows of a file of the user's own, by its ending."""
+    suffix = Path(path).suffix.lower()
     # Without keep_default_na=False, a text such as "None" or "NA" would be read as missing.
     options: dict[str, Any] = {"keep_default_na": False} if suffix in (".csv", ".tsv") else {}
     if suffix == ".tsv":
@@ -95,7 +102,7 @@ def _innermost(error: BaseException) -> str:
 def _own_task(args: DataTrainingArguments, splits: dict[str, Dataset], privacy_unit: str | None) -> Task:
     """Find the columns of the user's own files by their names."""
     rows = next(iter(splits.values()))
-    label = args.label_column or _first_present(LABELS, rows.column_names)
+    label = args.label_column or first_present(LABELS, rows.column_names)
     if label is None and any(not split.startswith("test") for split in splits):
         raise UserError(f"no label column found (columns: {', '.join(rows.column_names)}); give --label_column")
     return Task("own", "", () if args.text_column else _find_texts(rows, (label, privacy_unit)), label=label)
@@ -105,7 +112,7 @@ def _find_texts(rows: Dataset, others: tuple[str | None, ...]) -> tuple[str, ...
     for pair in TEXT_PAIRS:
         if set(pair) <= set(rows.column_names):
             return pair
-    known = _first_present(TEXTS, rows.column_names)
+    known = first_present(TEXTS, rows.column_names)
     if known is not None:
         return (known,)
     kinds = {name: getattr(kind, "dtype", None) for name, kind in rows.features.items() if name not in others}
@@ -118,7 +125,8 @@ def _find_texts(rows: Dataset, others: tuple[str | None, ...]) -> tuple[str, ...
     )
 
 
-def _first_present(names: Sequence[str], available: Sequence[str]) -> str | None:
+def first_present(names: Sequence[str], available: Sequence[str]) -> str | None:
+    """Return the first of these names that is there."""
     return next((name for name in names if name in available), None)
 
 
@@ -133,7 +141,8 @@ def _require_columns(splits: dict[str, Dataset], task: Task) -> None:
             )
 
 
-def _require_owners(rows: Dataset, privacy_unit: str) -> None:
+def require_owners(rows: Dataset, privacy_unit: str) -> None:
+    """Refuse training rows that do not all say whose they are."""
     if privacy_unit not in rows.column_names:
         raise UserError(
             f"--privacy_unit {privacy_unit}: no such column in the training data (columns: "
