@@ -12,7 +12,8 @@ import torch
 from tiny_tasks import BATCH, SIGMA, N, feature_classifier
 
 from hf_dcsgd.privacy.ledger import PrivacyLedger
-from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.reporting.run_record import write_run_record
 from hf_dcsgd.runs.trace import TRACE_FILENAME
 

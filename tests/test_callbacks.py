@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart, saved_privacy_state
 from hf_dcsgd.runs.trace import TRACE_FILENAME
 

@@ -13,8 +13,9 @@ from test_noise import DRAWS, assert_gaussian
 
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, FixedThreshold, NormClipping, strategy
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource
+from hf_dcsgd.privacy.plan import PrivacyPlan
 
 every_strategy = pytest.mark.parametrize("clipping", STRATEGIES)
 

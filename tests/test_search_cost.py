@@ -13,7 +13,8 @@ from tiny_tasks import BATCH, SIGMA, N, feature_classifier, feature_trainer
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
-from hf_dcsgd.privacy.mechanism import DPMechanism, PrivacyPlan
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.search_cost import COST_FILENAME, SearchCost, search_cost
 
 DELTA = 1e-4

@@ -30,8 +30,6 @@ from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.validation import require, require_count
 
-__all__ = ["BudgetExhausted", "DPMechanism", "LedgerError", "NoisyRelease", "PrivacyPlan"]
-
 
 class BudgetExhausted(RuntimeError):  # noqa: N818 (a planned end, not a fault)
     """Every planned step is charged: one more would break the guarantee."""
@@ -49,15 +47,6 @@ class NoisyRelease:
     noisy_loss: float | None
     noisy_side: np.ndarray | None
     values: Released
-
-
-@dataclass
-class _LogicalBatch:
-    """Private sums of the logical batch under way, and the sensitivity that its factors were computed with."""
-
-    sensitivity: float | None = None
-    side: torch.Tensor | None = None
-    loss: torch.Tensor | None = None
 
 
 class DPMechanism:
@@ -87,7 +76,9 @@ class DPMechanism:
         self._ledger = ledger
         self._all_reduce = all_reduce
         self._is_main_process = is_main_process
-        self._batch = _LogicalBatch()
+        # Private sums beside the clipped one, and the sensitivity that its factors were computed with.
+        self._sums: dict[str, torch.Tensor] = {}
+        self._sensitivity: float | None = None
         self._step = 0
         self._released = 0
         self._charged = 0 if ledger is None else ledger.charged
@@ -121,11 +112,9 @@ class DPMechanism:
         self, per_example_norms: torch.Tensor, per_example_losses: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The factors fᵢ of one micro-batch, whose share of the side values joins the logical batch under way."""
-        batch, count = self._batch, per_example_norms.shape[0]
-        batch.sensitivity = self.threshold.sensitivity
-        side = self.threshold.side_contribution(per_example_norms)
-        if side is not None:
-            batch.side = side if batch.side is None else batch.side + side
+        count = per_example_norms.shape[0]
+        self._sensitivity = self.threshold.sensitivity
+        self._add("side", self.threshold.side_contribution(per_example_norms))
         if self.plan.loss_clip is not None and count > 0:
             require(
                 per_example_losses is not None and per_example_losses.shape == (count,),
@@ -133,9 +122,12 @@ class DPMechanism:
                 f"{None if per_example_losses is None else tuple(per_example_losses.shape)}",
             )
             assert per_example_losses is not None
-            loss = _clipped_loss_sum(per_example_losses, self.plan.loss_clip)
-            batch.loss = loss if batch.loss is None else batch.loss + loss
+            self._add("loss", _clipped_loss_sum(per_example_losses, self.plan.loss_clip))
         return _bounded_factors(self.threshold, per_example_norms)
+
+    def _add(self, name: str, part: torch.Tensor | None) -> None:
+        if part is not None:
+            self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def release(self, clipped_sum: torch.Tensor) -> NoisyRelease:
         """Complete the logical batch: charge, add noise, sum over ranks, divide by B, move the threshold.
@@ -154,7 +146,7 @@ class DPMechanism:
             )
         queries = self._queries(clipped_sum.detach())
         self._charge()
-        self._batch = _LogicalBatch()
+        self.discard()
         parts = self._noisy_totals(queries)
         noisy_gradient = parts["gradient"].div_(self.plan.expected_batch_size)
         noisy_loss = parts["loss"].item() / self.plan.expected_batch_size if "loss" in parts else None
@@ -174,7 +166,8 @@ class DPMechanism:
 
     def discard(self) -> None:
         """Forget the logical batch under way; the caller must forget its clipped sum as well."""
-        self._batch = _LogicalBatch()
+        self._sums.clear()
+        self._sensitivity = None
 
     def close(self) -> None:
         """Unlock the ledger for another run; nothing more can be released."""
@@ -208,7 +201,7 @@ class DPMechanism:
 
         Where there is a ledger it must contain the checkpoint's witness, else `LedgerError`.
         """
-        if self._batch.sensitivity is not None:
+        if self._sensitivity is not None:
             raise RuntimeError(
                 "expected no logical batch under way when a state is loaded: release or discard it first"
             )
@@ -229,20 +222,19 @@ class DPMechanism:
         """What this step asks of the data: each private sum with its sensitivity, and its noise multiplier."""
         _require_accounted(self.plan, self.threshold)
         sensitivity = self.threshold.sensitivity
-        if self._batch.sensitivity not in (None, sensitivity):
+        if self._sensitivity not in (None, sensitivity):
             raise RuntimeError(
                 f"the threshold moved within a logical batch: factors were computed for sensitivity "
-                f"{self._batch.sensitivity}, it is now {sensitivity}"
+                f"{self._sensitivity}, it is now {sensitivity}"
             )
-        device = clipped_sum.device
         queries = {"gradient": (SensitiveSum(clipped_sum, sensitivity), self.plan.grad_noise_multiplier)}
         side = self.threshold.side_query
         if side is not None:
-            counts = torch.zeros(side.size) if self._batch.side is None else self._batch.side
-            queries["side"] = (SensitiveSum(counts.to(device), side.sensitivity), side.noise_multiplier)
+            counts = self._sums.get("side", torch.zeros(side.size)).to(clipped_sum.device)
+            queries["side"] = (SensitiveSum(counts, side.sensitivity), side.noise_multiplier)
         if self.plan.loss_clip is not None and self.plan.loss_noise_multiplier is not None:
-            loss = torch.zeros(1) if self._batch.loss is None else self._batch.loss
-            queries["loss"] = (SensitiveSum(loss.to(device), self.plan.loss_clip), self.plan.loss_noise_multiplier)
+            loss = self._sums.get("loss", torch.zeros(1)).to(clipped_sum.device)
+            queries["loss"] = (SensitiveSum(loss, self.plan.loss_clip), self.plan.loss_noise_multiplier)
         return queries
 
     def _charge(self) -> None:

@@ -23,39 +23,30 @@ Gaussian samples are out of scope.
 
 from __future__ import annotations
 
-import math
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hf_dcsgd.validation import require, require_non_negative
+from hf_dcsgd.privacy.randomness import secret_entropy
+from hf_dcsgd.validation import require_non_negative, require_positive
 
-_ENTROPY_BYTES = 32
 # Numbers per generator. Another size draws other noise from the same unsafe seed.
 _STREAM_LENGTH = 1 << 20
 
 
 @dataclass(frozen=True)
 class SensitiveSum:
-    """A private sum over examples, with its L2 sensitivity under adding or removing one example.
-
-    Noise may be added in the memory of a `disposable` value, which saves a copy of its size.
-    """
+    """A private sum over examples, with its L2 sensitivity under adding or removing one example."""
 
     value: torch.Tensor
     sensitivity: float
-    disposable: bool = False
 
     def __post_init__(self) -> None:
         if self.value.dtype != torch.float32:
             raise TypeError(f"expected a float32 value, got {self.value.dtype}")
-        require(
-            math.isfinite(self.sensitivity) and self.sensitivity > 0,
-            f"expected a finite sensitivity > 0, got {self.sensitivity}",
-        )
+        require_positive("sensitivity", self.sensitivity)
 
 
 class NoiseSource:
@@ -70,26 +61,17 @@ class NoiseSource:
         self._draws = 0
 
     def add_noise(self, total: SensitiveSum, noise_multiplier: float) -> torch.Tensor:
-        """Returns a noisy fp32 copy of `total.value`, or that itself if disposable.
-
-        The noise has a standard deviation of `noise_multiplier × total.sensitivity`.
-        """
+        """Return a copy of `total.value` with noise of standard deviation `noise_multiplier × total.sensitivity`."""
         require_non_negative("noise_multiplier", noise_multiplier)
-        in_place = total.disposable and total.value.is_contiguous()
-        noisy = total.value if in_place else total.value.clone(memory_format=torch.contiguous_format)
+        noisy = total.value.clone(memory_format=torch.contiguous_format)
         if noise_multiplier > 0:
-            std, entropy = noise_multiplier * total.sensitivity, self._next_entropy()
+            self._draws += 1
+            std, entropy = noise_multiplier * total.sensitivity, secret_entropy(self.unsafe_seed, self._draws)
             if noisy.device.type == "cpu":
                 _add_numpy_normal(noisy.view(-1).numpy(), std, entropy)
             else:
                 _add_torch_normal(noisy, std, entropy)
         return noisy
-
-    def _next_entropy(self) -> np.random.SeedSequence:
-        self._draws += 1
-        if self.unsafe_seed is not None:
-            return np.random.SeedSequence(self.unsafe_seed, spawn_key=(self._draws,))
-        return np.random.SeedSequence(int.from_bytes(os.urandom(_ENTROPY_BYTES), "big"), pool_size=_ENTROPY_BYTES // 4)
 
 
 def _add_numpy_normal(values: np.ndarray, std: float, entropy: np.random.SeedSequence) -> None:

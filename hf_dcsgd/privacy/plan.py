@@ -87,8 +87,9 @@ class PrivacyPlan:
         require_fraction("delta", self.delta)
         require_non_negative("noise_multiplier", self.noise_multiplier)
         accounting.ACCOUNTANTS.find(self.accountant)
-        if self.target_epsilon is not None:
-            require_positive("target_epsilon", self.target_epsilon)
+        for name in ("target_epsilon", "loss_clip", "loss_noise_multiplier"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
         clash = self.settings.keys() & {field.name for field in fields(self)}
         require(not clash, f"expected settings with other names than a plan's own, got {', '.join(sorted(clash))}")
         object.__setattr__(self, "settings", strategy(self.clipping).checked(self.settings))
@@ -98,7 +99,11 @@ class PrivacyPlan:
         if self.unit is not None:
             fits = self.dataset_size >= self.unit.count if self.unit.by_row else self.dataset_size == self.unit.count
             require(fits, f"expected a dataset_size for {self.unit.count} units, got {self.dataset_size}")
-        self._require_loss()
+        require(
+            (self.loss_clip is None) == (self.loss_noise_multiplier is None),
+            f"expected both or neither of loss_clip and loss_noise_multiplier, got {self.loss_clip} and "
+            f"{self.loss_noise_multiplier}",
+        )
         if self.noise_multiplier == 0:
             require(ZERO_NOISE in self.opt_outs, f"expected {ZERO_NOISE!r} in opt_outs with noise_multiplier 0")
         if self.unsafe_noise_seed is not None:
@@ -108,16 +113,6 @@ class PrivacyPlan:
             )
         # Raises when the side releases leave nothing for the gradient.
         _ = self.grad_noise_multiplier
-
-    def _require_loss(self) -> None:
-        require(
-            (self.loss_clip is None) == (self.loss_noise_multiplier is None),
-            f"expected both or neither of loss_clip and loss_noise_multiplier, got {self.loss_clip} and "
-            f"{self.loss_noise_multiplier}",
-        )
-        for name in ("loss_clip", "loss_noise_multiplier"):
-            if getattr(self, name) is not None:
-                require_positive(name, getattr(self, name))
 
     @classmethod
     def create(
@@ -291,15 +286,6 @@ class PrivacyPlan:
         own = {key: value for key, value in values.items() if key in names}
         settings = {k: v for k, v in values.items() if k not in names and not k.startswith(_UNIT_PREFIX)}
         return cls.from_dict({**own, "settings": settings, "unit": unit or None})
-
-    def differences(self, other: PrivacyPlan) -> dict[str, tuple[Any, Any]]:
-        """Return privacy-relevant values that differ, as (own, other's); the number of processes is none."""
-        own, others = self.privacy_dict(), other.privacy_dict()
-        return {
-            key: (own.get(key), others.get(key))
-            for key in (own | others)
-            if (key in own, own.get(key)) != (key in others, others.get(key))
-        }
 
 
 def _require_sizes(dataset_size: int, expected_batch_size: int, steps: int) -> None:

@@ -57,3 +57,10 @@ def private_randomness(device: torch.device, unsafe_seed: int | None = None) -> 
 def secret_seed() -> int:
     """Draw 62 bits from the operating system."""
     return int.from_bytes(os.urandom(8), "little") >> 2
+
+
+def secret_entropy(unsafe_seed: int | None, number: int) -> np.random.SeedSequence:
+    """Draw 256 bits from the operating system; with `unsafe_seed`, for debugging, they follow from it and a number."""
+    if unsafe_seed is not None:
+        return np.random.SeedSequence(unsafe_seed, spawn_key=(number,))
+    return np.random.SeedSequence(int.from_bytes(os.urandom(32), "big"), pool_size=8)

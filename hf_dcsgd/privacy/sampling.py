@@ -19,16 +19,15 @@ released sum does not depend on the cut.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, Sampler
 
+from hf_dcsgd.privacy.randomness import secret_entropy
 from hf_dcsgd.validation import require, require_count
 
-_ENTROPY_BYTES = 32
 # Up to this rate, drawing the gaps between records is cheaper than one number for every record.
 _LARGEST_SKIPPING_RATE = 0.1
 
@@ -130,13 +129,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
     def generator(self) -> np.random.Generator:
         """Returns this rank's secret generator, of this process alone."""
         if self._generator is None:
-            if self.unsafe_seed is None:
-                entropy = np.random.SeedSequence(
-                    int.from_bytes(os.urandom(_ENTROPY_BYTES), "big"), pool_size=_ENTROPY_BYTES // 4
-                )
-            else:
-                entropy = np.random.SeedSequence(self.unsafe_seed, spawn_key=(self.rank,))
-            self._generator = np.random.Generator(np.random.PCG64DXSM(entropy))
+            self._generator = np.random.Generator(np.random.PCG64DXSM(secret_entropy(self.unsafe_seed, self.rank)))
         return self._generator
 
     def __getstate__(self) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, upload_folder
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
-from transformers.utils import hf_api
 from transformers.utils.hub import PushInProgress
 
 from hf_dcsgd.reporting import model_card, report
@@ -273,9 +272,9 @@ class PublishingTrainer(Trainer):
         return folder
 
     def _upload(self, folder: Path, commit_message: str, **options: str | None) -> Future[CommitInfo]:
-        """Upload a folder in the background; `options` are those of `HfApi.upload_folder`, None for the arguments'."""
+        """Upload a folder in the background; `options` are those of `upload_folder`, None for the arguments'."""
         given: Any = {name: value for name, value in options.items() if value is not None}
-        return hf_api().upload_folder(
+        return upload_folder(
             repo_id=str(self.hub_model_id),
             folder_path=folder,
             commit_message=commit_message,

@@ -57,7 +57,8 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
     plan, notes = PrivacyPlan.from_privacy_dict(run.plan), list(NOTES)
     if record is not None:
         recorded = PrivacyPlan.from_dict(record["plan"])
-        if _differs(recorded, plan):
+        # The record withholds the seed.
+        if {**recorded.privacy_dict(), "unsafe_noise_seed": plan.unsafe_noise_seed} != plan.privacy_dict():
             notes.append(
                 f"{RUN_FILENAME} describes another run than the ledger, so details of the model are left out."
             )
@@ -292,10 +293,6 @@ def _trajectory(trace: list[dict[str, Any]]) -> dict[str, list[Any]]:
         if any(name in line for line in trace)
     ]
     return {name: [line.get(name) for line in trace] for name in ("step", *names)} if names else {}
-
-
-def _differs(recorded: PrivacyPlan, charged: PrivacyPlan) -> bool:
-    return bool(charged.differences(recorded).keys() - {"unsafe_noise_seed"})  # the record withholds the seed
 
 
 def _bound(epsilon: float | None, delta: float | None) -> str:
