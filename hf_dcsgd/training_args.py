@@ -17,10 +17,7 @@ from transformers.trainer_utils import SchedulerType
 
 from hf_dcsgd.checks.arguments import (
     COUNTED,
-    EARLIER_SPENDING_CHOICES,
-    TRAIN_LOSS_MODES,
-    TRUNK_CACHE_DTYPES,
-    TRUNK_CACHE_MODES,
+    OTHER_DATA,
     as_mapping,
     refuse_incompatible_arguments,
     require_sound_budget,
@@ -31,7 +28,7 @@ from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
 from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
 from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, expected_batch_size, fixed_values, split_batch
-from hf_dcsgd.validation import require, require_count
+from hf_dcsgd.validation import require, require_count, require_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -177,19 +174,19 @@ class DCSGDTrainingArguments(TrainingArguments):
         "the result on disk, so that later epochs and runs pass over them, as do evaluations during training. "
         "on: refuse models for which that cannot be done. auto: train those without it. The cache is private data; "
         "hf-dcsgd cache lists and removes it.",
-        TRUNK_CACHE_MODES,
+        ("off", "on", "auto"),
     )
     trunk_cache_dir: str | None = _option(
         None, "Where trunk caches are kept. Default: hf_dcsgd/trunk_cache in the Hugging Face home directory."
     )
     trunk_cache_dtype: str = _option(
-        "fp32", "The precision of cached hidden states: fp32, bf16 or fp16 (half the disk space).", TRUNK_CACHE_DTYPES
+        "fp32", "The precision of cached hidden states; 16 bits take half the disk space.", ("fp32", "bf16", "fp16")
     )
     log_train_loss: str = _option(
         "off",
         "The training loss is private data. off: it is not written anywhere. private: a clipped and noised loss is "
         "released, out of the same budget. raw: it is logged as it is, OUTSIDE the guarantee, and the report says so.",
-        TRAIN_LOSS_MODES,
+        ("off", "private", "raw"),
     )
     loss_clip: float = _option(2.0, "log_train_loss=private: each example's loss is cut to [0, loss_clip].")
     loss_noise_multiplier: float = _option(
@@ -206,7 +203,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         "What earlier private runs have spent on the weights that this one starts from. count: plan, report and card "
         "add it, as the data may be the same. other_data: it is left out, because you know that the data have no "
         "example in common; report and card say so.",
-        EARLIER_SPENDING_CHOICES,
+        (COUNTED, OTHER_DATA),
     )
     derived: dict[str, str] = field(init=False, default_factory=dict)
 
@@ -214,7 +211,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         # Before transformers asks for packages that could not be used anyway.
         refuse_sharding_environment()
         refuse_incompatible_arguments(self)
-        require(self.recipe in RECIPES, f"expected recipe to be one of {', '.join(RECIPES)}, got {self.recipe!r}")
+        require_one_of("recipe", self.recipe, RECIPES)
         self._derived_values: dict[str, Any] = {}
         for name, (value, reason) in fixed_values(self.recipe).items():
             self._derive(name, value, reason)
@@ -347,8 +344,8 @@ class DCSGDTrainingArguments(TrainingArguments):
     def _unit(self, num_units: int | None) -> PrivacyUnit | None:
         if self.privacy_unit is None:
             return None
-        require(num_units is not None, f"expected num_units with privacy_unit={self.privacy_unit!r}, got None")
-        assert num_units is not None
+        if num_units is None:
+            raise ValueError(f"expected num_units with privacy_unit={self.privacy_unit!r}, got None")
         return PrivacyUnit(self.privacy_unit, num_units, self.max_rows_per_unit, self.privacy_unit_clipping)
 
     def privacy_options(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Collection
 from typing import Any
 
 _KINDS: dict[type, tuple[type, str]] = {
@@ -41,6 +42,12 @@ def require_count(name: str, value: int, minimum: int = 1) -> int:
     """`value` as an int, which must be whole and at least `minimum`."""
     require(value == int(value) and value >= minimum, f"expected a whole {name} >= {minimum}, got {value}")
     return int(value)
+
+
+def require_one_of(name: str, value: str, choices: Collection[str]) -> str:
+    """`value`, which must be one of the choices."""
+    require(value in choices, f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
+    return value
 
 
 def require_kind(name: str, value: Any, kind: type) -> None:

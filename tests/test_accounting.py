@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import stats
 
-from hf_dcsgd.clipping import default_histogram_noise_multiplier
+from hf_dcsgd.clipping.dc_sgd import default_histogram_noise_multiplier
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.privacy.accounting import (
     AccountedRun,

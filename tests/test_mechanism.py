@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_noise import DRAWS, assert_gaussian
 
-from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, FixedThreshold, NormClipping, strategy
+from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, NormClipping, strategy
+from hf_dcsgd.clipping.fixed import FixedThreshold
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource

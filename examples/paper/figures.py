@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from hf_dcsgd.clipping import ExpectedErrorThreshold, PercentileThreshold, expected_squared_error
+from hf_dcsgd.clipping.dc_sgd import ExpectedErrorThreshold, PercentileThreshold, expected_squared_error
 from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
 from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 

@@ -27,7 +27,8 @@ from runs import RESULTS, Setting, accuracy
 from transformers import TrainerCallback, set_seed
 
 from hf_dcsgd import DCSGDTrainer, PrivacyPlan
-from hf_dcsgd.clipping import ExpectedErrorThreshold, PercentileThreshold, PublicNumbers
+from hf_dcsgd.clipping import PublicNumbers
+from hf_dcsgd.clipping.dc_sgd import ExpectedErrorThreshold, PercentileThreshold
 from hf_dcsgd.privacy.accounting import planned_steps
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)

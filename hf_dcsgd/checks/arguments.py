@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
 from hf_dcsgd.checks.environment import INSTEAD, OWNED, PIECES
-from hf_dcsgd.clipping import STRATEGIES
-from hf_dcsgd.privacy.accounting import ACCOUNTANTS, MAX_NOISE_MULTIPLIER
-from hf_dcsgd.privacy.plan import UNIT_CLIPPINGS
-from hf_dcsgd.validation import require, require_count, require_fraction, require_kind, require_positive
+from hf_dcsgd.privacy.accounting import MAX_NOISE_MULTIPLIER
+from hf_dcsgd.validation import (
+    require,
+    require_count,
+    require_fraction,
+    require_kind,
+    require_one_of,
+    require_positive,
+)
 
 if TYPE_CHECKING:
     from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 SAMPLING_STRATEGIES = ("random", "group_by_length")
-TRAIN_LOSS_MODES = ("off", "private", "raw")
 # What to do about earlier runs on the same weights: count what they spent, or leave it out by name.
 COUNTED, OTHER_DATA = "count", "other_data"
-EARLIER_SPENDING_CHOICES = (COUNTED, OTHER_DATA)
-TRUNK_CACHE_MODES = ("off", "on", "auto")
-TRUNK_CACHE_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def refuse_incompatible_arguments(args: TrainingArguments) -> None:
@@ -89,31 +91,21 @@ def require_sound_optimization(args: TrainingArguments) -> None:
         raise ValueError(f"expected label_smoothing_factor in [0, 1], got {args.label_smoothing_factor:g}")
 
 
-def _one_of(choices: Collection[str], name: str, value: str) -> None:
-    require(value in choices, f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
-
-
 def _require_noise_multiplier(name: str, value: float) -> None:
     most = MAX_NOISE_MULTIPLIER
     require_positive(name, value)
     require(value <= most, f"expected {name} <= {most:g}, got {value}: nothing but noise would be left")
 
 
-_BUDGET: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
+# Options of this package whose values are no choices: what they must be. Those of clipping strategies are not here.
+_CHECKS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
     "target_epsilon": (float, require_positive),
     "target_delta": (float, require_fraction),
     "noise_multiplier": (float, _require_noise_multiplier),
-    "accountant": (str, functools.partial(_one_of, ACCOUNTANTS)),
-    "clipping": (str, functools.partial(_one_of, STRATEGIES)),
     "trainable_layers": (str, lambda name, value: None),
-    "log_train_loss": (str, functools.partial(_one_of, TRAIN_LOSS_MODES)),
-    "trunk_cache": (str, functools.partial(_one_of, TRUNK_CACHE_MODES)),
     "trunk_cache_dir": (str, lambda name, value: None),
-    "trunk_cache_dtype": (str, functools.partial(_one_of, TRUNK_CACHE_DTYPES)),
-    "earlier_spending": (str, functools.partial(_one_of, EARLIER_SPENDING_CHOICES)),
     "privacy_unit": (str, lambda name, value: require(bool(value), f"expected a column for {name}, got {value!r}")),
     "max_rows_per_unit": (int, require_count),
-    "privacy_unit_clipping": (str, functools.partial(_one_of, UNIT_CLIPPINGS)),
     "loss_clip": (float, require_positive),
     "loss_noise_multiplier": (float, require_positive),
     "unsafe_noise_seed": (int, functools.partial(require_count, minimum=0)),
@@ -122,9 +114,15 @@ _BUDGET: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
 
 def require_sound_budget(args: DCSGDTrainingArguments) -> None:
     """Refuse privacy options of a wrong kind or value. Those of clipping strategies are checked by the strategies."""
-    for name, (kind, check) in _BUDGET.items():
-        value = getattr(args, name)
-        if value is not None or getattr(type(args), name) is not None:  # None where that is the default
+    choices: dict[str, Any] = {field.name: field.metadata.get("choices") for field in dataclasses.fields(args)}
+    for name, value in args.privacy_options().items():
+        if value is None and getattr(type(args), name) is None:  # None where that is the default
+            continue
+        if choices[name] is not None:
+            require_kind(name, value, str)
+            require_one_of(name, value, choices[name])
+        elif name in _CHECKS:
+            kind, check = _CHECKS[name]
             require_kind(name, value, kind)
             check(name, value)
     require(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -42,13 +42,6 @@ class PublicNumbers(NamedTuple):
     noise_multiplier: float
     expected_batch_size: int
     steps: int
-
-
-class Plan(Protocol):
-    """What a strategy sees of a privacy plan: its settings, and the public numbers that it asks for by name."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -128,8 +121,8 @@ class ClippingThreshold(ABC):
         return {}
 
     @classmethod
-    def from_plan(cls, plan: Plan) -> Self:
-        """Return the strategy at its first step, with the numbers that the plan accounts for."""
+    def from_plan(cls, plan: Any) -> Self:
+        """Return the strategy at its first step, with the settings and numbers that the privacy plan accounts for."""
         return cls(**plan.settings, **{name: getattr(plan, name) for name in cls.public_numbers})
 
     # -- the steps of a run ------------------------------------------------------------------------------------------

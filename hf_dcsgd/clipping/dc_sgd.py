@@ -6,6 +6,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from hf_dcsgd.clipping.following import FollowingHistogram, NormDistribution
 from hf_dcsgd.clipping.histogram import NoisyHistogram, norm_histogram
 from hf_dcsgd.clipping.options import CLIP_THRESHOLD, PERCENTILE, StrategyOption, require_threshold
 from hf_dcsgd.clipping.registry import register_strategy
-from hf_dcsgd.validation import require, require_count, require_non_negative, require_positive
+from hf_dcsgd.validation import require, require_count, require_non_negative, require_one_of, require_positive
 
 if TYPE_CHECKING:
     import torch
@@ -46,19 +47,13 @@ RANGE = StrategyOption(
 FOLLOWING_RULE, PAPER_RULE = "following", "paper"
 
 
-def _require_rule(name: str, value: str) -> str:
-    rules = (FOLLOWING_RULE, PAPER_RULE)
-    require(value in rules, f"expected {name} to be one of {', '.join(rules)}, got {value!r}")
-    return value
-
-
 RULE = StrategyOption(
     "histogram_rule",
     None,
     "How the histogram keeps up with the norms. following (default of dc_sgd_e): growing bins on a window that "
     "slides, averaged over steps. paper (default of dc_sgd_p): equal bins, a range set anew at each step, the newest "
     "counts alone.",
-    _require_rule,
+    partial(require_one_of, choices=(FOLLOWING_RULE, PAPER_RULE)),
     str,
 )
 NOISE_MULTIPLIER = StrategyOption(
@@ -151,12 +146,10 @@ class HistogramThreshold(NormClipping):
     @classmethod
     def default_settings(cls, settings: Mapping[str, Any], numbers: PublicNumbers) -> dict[str, Any]:
         rule = settings["histogram_rule"] or cls.default_rule
-        follows = rule == FOLLOWING_RULE
+        follows, bins = rule == FOLLOWING_RULE, settings["histogram_bins"]
         return {
             "histogram_rule": rule,
-            "histogram_range": 100 * settings["clip_threshold"]
-            if follows
-            else cls.paper_range(settings["histogram_bins"]),
+            "histogram_range": 100 * settings["clip_threshold"] if follows else cls.paper_range(bins),
             "histogram_noise_multiplier": default_histogram_noise_multiplier(numbers.noise_multiplier),
         }
 
@@ -199,16 +192,10 @@ class HistogramThreshold(NormClipping):
                 threshold, histogram_range = self._next(histogram)
                 self.move_to(threshold)
                 self._range = bounded(histogram_range)
-            else:
-                self._follow(self._following, noisy_side)
+            elif (distribution := self._following.follow(noisy_side)) is not None:
+                self.move_to(self._threshold_for(distribution))
+                self._range = self._following.histogram_range
         return values
-
-    def _follow(self, following: FollowingHistogram, noisy_counts: np.ndarray) -> None:
-        following.add(noisy_counts)
-        distribution = following.follow()
-        if distribution is not None:
-            self.move_to(self._threshold_for(distribution))
-            self._range = following.histogram_range
 
     @abstractmethod
     def _threshold_for(self, distribution: NormDistribution) -> float:

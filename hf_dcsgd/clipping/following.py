@@ -76,12 +76,10 @@ class NormDistribution:
     def quantile(self, fraction: float) -> float:
         """Return the norm below which this fraction of the examples lies."""
         below = np.concatenate([[0.0], np.cumsum(self.shares)])
-        index = min(int(np.searchsorted(below, fraction * below[-1], side="left")), len(self.shares)) - 1
-        index = max(index, 0)
-        part = (fraction * below[-1] - below[index]) / max(self.shares[index], 1e-300)
+        index = int(np.clip(np.searchsorted(below, fraction * below[-1]) - 1, 0, len(self.shares) - 1))
+        part = np.clip((fraction * below[-1] - below[index]) / max(self.shares[index], 1e-300), 0.0, 1.0)
         lower, upper = float(self.edges[index]), float(self.edges[index + 1])
-        part = min(max(part, 0.0), 1.0)
-        return lower * (upper / lower) ** part if lower > 0 else upper * max(part, 0.5)
+        return float(lower * (upper / lower) ** part if lower > 0 else upper * max(part, 0.5))
 
 
 class FollowingHistogram:
@@ -100,14 +98,14 @@ class FollowingHistogram:
         self._weight = self._squared_weight = 0.0
         self.histogram_range = histogram_range
 
-    def add(self, noisy_counts: np.ndarray) -> None:
-        """Take in the counts of a step, which must be finite."""
+    def follow(self, noisy_counts: np.ndarray) -> NormDistribution | None:
+        """Take in the finite counts of a step, estimate the distribution of the norms and slide the window.
+
+        None, and no move, where noise hides the norms.
+        """
         self._average = (1 - _NEW) * self._average + _NEW * noisy_counts
         self._weight = (1 - _NEW) * self._weight + _NEW
         self._squared_weight = (1 - _NEW) ** 2 * self._squared_weight + _NEW**2
-
-    def follow(self) -> NormDistribution | None:
-        """Estimate the distribution of the norms and slide the window; None, and no move, where noise hides it."""
         counts, bins = self._average / self._weight, len(self._average)
         deviation = _SIGNIFICANT * self._noise_multiplier * math.sqrt(self._squared_weight) / self._weight
         tails = np.cumsum(counts[::-1])[::-1]

@@ -36,8 +36,3 @@ def register_strategy(cls: Strategy) -> Strategy:
 def strategy(name: str) -> type[ClippingThreshold]:
     """Return the strategy of this name; `ValueError` with all names if there is none."""
     return STRATEGIES.find(name)
-
-
-def strategy_names() -> tuple[str, ...]:
-    """Return the names of all registered strategies."""
-    return tuple(STRATEGIES)

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_dcsgd.clipping import PublicNumbers, default_histogram_noise_multiplier, strategy
+from hf_dcsgd.clipping import PublicNumbers, strategy
+from hf_dcsgd.clipping.dc_sgd import default_histogram_noise_multiplier
 from hf_dcsgd.privacy import accounting
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
 

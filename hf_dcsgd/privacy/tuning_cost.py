@@ -36,7 +36,7 @@ from hf_dcsgd.privacy.accounting import (
     suppress_order_warnings,
     with_rounding_error,
 )
-from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
+from hf_dcsgd.validation import require, require_count, require_fraction, require_one_of, require_positive
 
 METHODS = ("rdp_composition", "lt", "papernot_steinke_poisson", "papernot_steinke_tnb")
 DEFAULT_TNB_SHAPE = 1.0  # geometric: after each run, stop with probability 1/G
@@ -74,12 +74,13 @@ def tuning_cost(
     With the returned σ the total is at most `epsilon`, never on the wrong side of it. A budget out of the method's
     reach is an answer, not an error.
     """
-    require(method in METHODS, f"expected method to be one of {', '.join(METHODS)}, got {method!r}")
+    require_one_of("method", method, METHODS)
     require_positive("epsilon", epsilon)
     require_fraction("delta", delta)
     require_count("runs", runs)
     require_count("steps", steps)
     require(0 < sampling_rate <= 1, f"expected 0 < sampling_rate <= 1, got {sampling_rate}")
+    require(0 <= tnb_shape < math.inf, f"expected a finite tnb_shape >= 0, got {tnb_shape}")
     sigma: float | None
     per_run_delta = delta
     if method == "rdp_composition":
@@ -89,7 +90,8 @@ def tuning_cost(
         per_run_epsilon = (epsilon - 3 * math.sqrt(2 * per_run_delta)) / 3
         sigma = _calibrated(per_run_epsilon, per_run_delta, sampling_rate, steps)
     else:
-        sigma = _repeat_and_select_sigma(epsilon, delta, sampling_rate, steps, runs, _shape(method, tnb_shape))
+        shape = math.inf if method == "papernot_steinke_poisson" else tnb_shape
+        sigma = _repeat_and_select_sigma(epsilon, delta, sampling_rate, steps, runs, shape)
     if sigma is None:
         return TuningCost(method, None, None, None, f"cannot meet epsilon={epsilon:g} at delta={delta:g}")
     per_run_epsilon = epsilon_spent(
@@ -152,10 +154,6 @@ def repeat_and_select_epsilon(event: RepeatAndSelectDpEvent, delta: float) -> fl
         if run.rdp[0] > best + 1:
             break
     return best
-
-
-def _shape(method: str, tnb_shape: float) -> float:
-    return math.inf if method == "papernot_steinke_poisson" else require_non_negative("tnb_shape", tnb_shape)
 
 
 def _procedure(method: str, runs: int, tnb_shape: float) -> str:
