@@ -65,7 +65,7 @@ def record(setting: Setting, data_folder: Path, path: Path) -> None:
     set_seed(setting.seed)
     data, recorder = tasks.load(setting.task, data_folder, rows=setting.rows), NormRecorder()
     with tempfile.TemporaryDirectory() as folder:
-        args = setting.arguments(folder)
+        args = setting.arguments(folder, len(data.train))
         trainer = DCSGDTrainer(
             data.make_model(),
             args,

@@ -25,10 +25,13 @@ from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
+from hf_dcsgd.privacy.tuning_cost import tuning_cost
 from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 
 RESULTS = Path(__file__).parent / "results"
 PAPER_EPOCHS = {"mnist": 10, "names": 20}
+GRID = 10  # thresholds that the paper tries for DP-SGD
+PAPER_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Setting:
         method: `non_private`, or a clipping strategy at the paper's setting (B = 256, Adam at 1e-3, a constant rate,
             5 epochs for text, RDP), or `recipe`: nothing given but ε.
         epsilon: ε; None without privacy.
-        options: Arguments that differ from the method's.
+        options: Arguments that differ from the method's; and `tuned_by`, a method of `tuning_cost`: the noise is then that
+            of one run among `GRID` ones that cost ε together.
         rows: How many training rows; None for all.
         seed: Initializes the head. Noise and draws are fresh in any case.
     """
@@ -68,8 +72,8 @@ class Setting:
         """Where the result is kept."""
         return RESULTS / f"{self.key}.json"
 
-    def arguments(self, folder: str) -> TrainingArguments:
-        """Return the arguments of the run."""
+    def arguments(self, folder: str, dataset_size: int) -> TrainingArguments:
+        """Return the arguments of the run on so many rows."""
         common: dict[str, Any] = {
             "save_strategy": "no",
             "report_to": "none",
@@ -86,7 +90,25 @@ class Setting:
         if self.method != "recipe":
             common |= {"recipe": "paper", "clipping": self.method}
             common |= {"num_train_epochs": PAPER_EPOCHS[self.task]} if self.task in PAPER_EPOCHS else {}
-        return DCSGDTrainingArguments(folder, target_epsilon=self.epsilon, **{**common, **self.options})
+        budget: dict[str, Any] = {"target_epsilon": self.epsilon}
+        options = {name: value for name, value in self.options.items() if name != "tuned_by"}
+        if "tuned_by" in self.options:
+            budget = {"noise_multiplier": self._noise_of_a_tuned_run(dataset_size)}
+        return DCSGDTrainingArguments(folder, **{**common, **budget, **options})
+
+    def _noise_of_a_tuned_run(self, dataset_size: int) -> float:
+        assert self.epsilon is not None
+        cost = tuning_cost(
+            method=self.options["tuned_by"],
+            epsilon=self.epsilon,
+            delta=1 / dataset_size,
+            runs=GRID,
+            sampling_rate=PAPER_BATCH / dataset_size,
+            steps=dataset_size // PAPER_BATCH * PAPER_EPOCHS.get(self.task, 5),
+        )
+        if cost.noise_multiplier is None:
+            raise ValueError(f"{self.key}: {cost.note}")
+        return cost.noise_multiplier
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -104,7 +126,7 @@ def carry_out(setting: Setting, data_folder: Path) -> dict[str, Any]:
     data = tasks.load(setting.task, data_folder, rows=setting.rows, model=setting.model)
     started = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        args, model = setting.arguments(folder), data.make_model()
+        args, model = setting.arguments(folder, len(data.train)), data.make_model()
         common: dict[str, Any] = {
             "train_dataset": data.train,
             "eval_dataset": data.evaluation,
