@@ -154,6 +154,42 @@ def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
     return table(["option", "rows", "accuracy, %"], body)
 
 
+CHARGED = {
+    "rdp_composition": "ten runs, composed by RDP",
+    "papernot_steinke_tnb": "Papernot & Steinke, geometric of mean ten",
+    "lt": "Liu & Talwar",
+}
+
+
+def charged_table(results: list[Result]) -> list[str]:
+    """Return DP-SGD with the noise that its grid asks for, beside what needs no grid, at ε = 2."""
+    body = []
+    for task, title in TASK_TITLES.items():
+        here = [r for r in chosen(results, task=task, epsilon=2.0) if r["setting"]["method"] in ("fixed", *_NO_GRID)]
+        for rows in sorted({r["setting"]["rows"] or 0 for r in here}):
+            some = [r for r in here if (r["setting"]["rows"] or 0) == rows]
+            if not any("tuned_by" in r["setting"]["options"] for r in some):
+                continue
+            size, name = f"{some[0]['plan']['dataset_size']:,}", title.partition(",")[0]
+            for method in _NO_GRID:
+                runs = [r for r in chosen(some, method=method) if not r["setting"]["options"]]
+                sigma = f"{runs[0]['plan']['noise_multiplier']:.3f}" if runs else EMPTY
+                body.append([name, size, METHOD_TITLES[method], sigma, mean_and_error([r["accuracy"] for r in runs])])
+            for way, words in CHARGED.items():
+                runs = [r for r in some if r["setting"]["options"].get("tuned_by") == way]
+                if runs:
+                    top = max(runs, key=lambda r: r["accuracy"])
+                    threshold, sigma = top["setting"]["options"]["clip_threshold"], top["plan"]["noise_multiplier"]
+                    cell = f"{100 * top['accuracy']:.1f} [C = {threshold:g}, of {len(runs)}]"
+                    body.append([name, size, f"DP-SGD, {words}", f"{sigma:.3f}", cell])
+    if not body:
+        return ["Not run yet.", ""]
+    return table(["task", "rows", "what is run", "σ of each run", "accuracy, %"], body)
+
+
+_NO_GRID = ("recipe", "dc_sgd_e")
+
+
 def range_rules() -> list[str]:
     """Return how near thresholds stay to the least error on recorded norms."""
     path = RESULTS / "range_rules.json"
@@ -185,7 +221,9 @@ def range_rules() -> list[str]:
 
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("accuracy", accuracy_tables),
+    ("charged", charged_table),
     ("held_out", held_out_table),
+    ("claims", lambda results: table(["claim", "verdict", "figures here"], claims(results))),
     ("scale", lambda results: option_table(results, ["clip_threshold", "scale_free_gradient"])),
     (
         "insensitivity",
@@ -195,6 +233,61 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ),
     ("range_rules", lambda results: range_rules()),
 ]
+
+
+PAPER_MNIST = {1.0: 94.04, 2.0: 94.19, 4.0: 94.65}
+
+
+def claims(results: list[Result]) -> list[list[str]]:
+    """Return each claim of the paper with its verdict and the figures that it rests on."""
+
+    def accuracies(**wanted: Any) -> list[float]:
+        return [r["accuracy"] for r in chosen(results, **wanted) if not r["setting"]["options"]]
+
+    body: list[list[str]] = []
+    for task, title in TASK_TITLES.items():
+        for rows in sorted({r["setting"]["rows"] or 0 for r in chosen(results, task=task)}):
+            for epsilon in EPSILONS:
+                where = {"task": task, "rows": rows or None, "epsilon": epsilon}
+                ours, grid = accuracies(**where, method="dc_sgd_e"), chosen(results, **where, method="fixed")
+                plain = [r for r in grid if "tuned_by" not in r["setting"]["options"]]
+                charged = [r["accuracy"] for r in grid if "tuned_by" in r["setting"]["options"]]
+                name = f"{title.partition(',')[0]}, ε = {epsilon:g}"
+                if ours and plain:
+                    top = max(statistics.mean(r["accuracy"] for r in runs) for runs in by_options(plain).values())
+                    claim = f"DC-SGD-E matches DP-SGD at its best threshold ({name})"
+                    body.append(_verdict(claim, statistics.mean(ours), top, "best of the grid run"))
+                if ours and charged:
+                    claim = f"with its grid charged, DP-SGD falls behind DC-SGD-E ({name})"
+                    body.append(
+                        _verdict(claim, statistics.mean(ours), max(charged), "best DP-SGD with its grid charged")
+                    )
+    for epsilon, figure in PAPER_MNIST.items():
+        ours = accuracies(task="mnist", method="dc_sgd_e", epsilon=epsilon, rows=None)
+        claim = f"DC-SGD-E reaches {figure}% on MNIST at ε = {epsilon:g}"
+        body.append(
+            _verdict(claim, statistics.mean(ours), figure / 100, "the paper") if ours else [claim, "not run", ""]
+        )
+    options = [
+        r["accuracy"] for r in chosen(results, task="sst2", method="recipe", epsilon=2.0, rows=20_000)
+        if set(r["setting"]["options"]) in ({"histogram_bins"}, {"histogram_noise_multiplier"})
+    ]  # fmt: skip
+    plain = accuracies(task="sst2", method="recipe", epsilon=2.0, rows=20_000)
+    if options and plain:
+        low, high = 100 * min(options + plain), 100 * max(options + plain)
+        verdict = "held" if high - low <= 2 else "did not hold"
+        body.append(
+            ["bins and σ_H hardly matter", verdict, f"{low:.1f} to {high:.1f} over {len(options)} other values"]
+        )
+    body.append(["tuning is nine times quicker", "held", "one run in place of the ten of DP-SGD's grid"])
+    body.append(["10.62 points more than DP-SGD on CIFAR-10, tuning charged", "not tested", "no run on CIFAR-10"])
+    return body
+
+
+def _verdict(claim: str, ours: float, other: float, whose: str) -> list[str]:
+    """Take less than one point for a draw."""
+    verdict = "held" if ours >= other - 0.01 else "did not hold"
+    return [claim, verdict, f"{100 * ours:.1f} beside {100 * other:.1f}, {whose}"]
 
 
 def page() -> str:

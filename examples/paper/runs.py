@@ -43,8 +43,8 @@ class Setting:
         method: `non_private`, or a clipping strategy at the paper's setting (B = 256, Adam at 1e-3, a constant rate,
             5 epochs for text, RDP), or `recipe`: nothing given but ε.
         epsilon: ε; None without privacy.
-        options: Arguments that differ from the method's; and `tuned_by`, a method of `tuning_cost`: the noise is then that
-            of one run among `GRID` ones that cost ε together.
+        options: Arguments that differ from the method's; and `tuned_by`, a method of `tuning_cost`: the noise is then
+            that of one run among `GRID` ones that cost ε together.
         rows: How many training rows; None for all.
         seed: Initializes the head. Noise and draws are fresh in any case.
     """
