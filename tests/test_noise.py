@@ -48,6 +48,17 @@ def test_noise_is_added_to_a_copy():
     assert not (noisy == value).any()
 
 
+def test_noise_is_added_in_the_memory_of_a_disposable_value():
+    value = torch.arange(12.0)
+    noisy = NoiseSource().add_noise(SensitiveSum(value, 0.01, disposable=True), 0.1)
+    assert noisy.data_ptr() == value.data_ptr()
+    assert 0 < (noisy - torch.arange(12.0)).abs().max() < 0.1
+    across = torch.arange(12.0).view(3, 4).T  # has gaps between its numbers: a copy is made
+    noisy = NoiseSource().add_noise(SensitiveSum(across, 0.01, disposable=True), 0.1)
+    assert noisy.shape == (4, 3)
+    assert 0 < (noisy - torch.arange(12.0).view(3, 4).T).abs().max() < 0.1
+
+
 @pytest.fixture
 def short_streams(monkeypatch):
     monkeypatch.setattr(noise_module, "_STREAM_LENGTH", 1000)

@@ -38,10 +38,14 @@ _STREAM_LENGTH = 1 << 20
 
 @dataclass(frozen=True)
 class SensitiveSum:
-    """A private sum over examples, with its L2 sensitivity under adding or removing one example."""
+    """A private sum over examples, with its L2 sensitivity under adding or removing one example.
+
+    Noise may be added in the memory of a `disposable` value, which saves a copy of its size.
+    """
 
     value: torch.Tensor
     sensitivity: float
+    disposable: bool = False
 
     def __post_init__(self) -> None:
         if self.value.dtype != torch.float32:
@@ -61,9 +65,13 @@ class NoiseSource:
         self._draws = 0
 
     def add_noise(self, total: SensitiveSum, noise_multiplier: float) -> torch.Tensor:
-        """Return a copy of `total.value` with noise of standard deviation `noise_multiplier × total.sensitivity`."""
+        """Return a noisy fp32 copy of `total.value`, or that itself if disposable.
+
+        The noise has a standard deviation of `noise_multiplier × total.sensitivity`.
+        """
         require_non_negative("noise_multiplier", noise_multiplier)
-        noisy = total.value.clone(memory_format=torch.contiguous_format)
+        in_place = total.disposable and total.value.is_contiguous()
+        noisy = total.value if in_place else total.value.clone(memory_format=torch.contiguous_format)
         if noise_multiplier > 0:
             self._draws += 1
             std, entropy = noise_multiplier * total.sensitivity, secret_entropy(self.unsafe_seed, self._draws)
