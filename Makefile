@@ -8,7 +8,7 @@ RUNS   := $(VENV)/.installed-to-run
 # without it, every process that is started compiles torch and transformers anew.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 
-.PHONY: help install demo test test-slow check format bench clean
+.PHONY: help install demo test test-slow check format bench docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,5 +50,15 @@ format: $(STAMP)  ## rewrite the code in the project's format
 bench: $(STAMP)  ## side-by-side ratios against plain training and peers
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run_all.py
 
+docs: $(STAMP)  ## build the documentation into site/ (warnings are errors, no network)
+	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+wheel: $(STAMP)  ## build the wheel into dist/ and try it in an empty environment with its base dependencies
+	rm -rf dist build
+	$(BIN)/python -m build --wheel
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd build && $(TEST_ENV) empty/bin/python ../tests/wheel/smoke.py smoke
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist site *.egg-info

@@ -1,0 +1,80 @@
+"""Try the installed package from outside: `python smoke.py FOLDER`, in an environment with its base dependencies.
+
+Plans, trains a tiny model on made-up rows through the `Trainer` and reads the report;
+what needs an extra must say which.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from datasets import Dataset
+from transformers import BertConfig, BertForSequenceClassification
+
+import hf_dcsgd
+from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, PrivacyPlan
+
+BIN = Path(sys.executable).parent
+
+
+def main(folder: Path) -> None:
+    home = Path(hf_dcsgd.__file__).resolve().parent
+    print(f"hf_dcsgd {hf_dcsgd.__version__} from {home.parent.name}, python {sys.version.split()[0]}")
+    assert home.parent.name == "site-packages", f"expected the installed package, got {home}"
+    plan()
+    train(folder)
+    command_line(folder)
+    if importlib.util.find_spec("matplotlib") is None:
+        needs_extras(folder)
+    print("the wheel works")
+
+
+def plan() -> None:
+    planned = PrivacyPlan.create(
+        dataset_size=1000, expected_batch_size=100, steps=10, num_parameters=3, target_epsilon=4
+    )
+    assert 3.9 < planned.epsilon() <= 4
+
+
+def train(folder: Path) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = BertForSequenceClassification(BertConfig(vocab_size=64, max_position_embeddings=16, **size))
+    rows = [{"input_ids": [i % 60, i % 7, 3], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(300)]
+    args = DCSGDTrainingArguments(
+        str(folder), target_epsilon=8, max_steps=3, use_cpu=True, report_to="none", trainable_layers="all"
+    )
+    trainer = DCSGDTrainer(model, args, train_dataset=Dataset.from_list(rows))
+    trainer.train()
+    trainer.save_model()
+    report = json.loads((folder / "privacy_report.json").read_text(encoding="utf-8"))
+    assert report["guarantee"]["holds"]
+    assert 0 < report["budget"]["epsilon"] <= 8
+    assert (folder / "privacy_report.html").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def command_line(folder: Path) -> None:
+    shown = hf_dcsgd_says(0, "calibrate --epsilon 2 --dataset-size 10000 --batch-size 256 --epochs 3")
+    assert "σ" in shown
+    assert "ε" in hf_dcsgd_says(0, f"report {folder}")
+
+
+def needs_extras(folder: Path) -> None:
+    """What an extra would bring names it."""
+    assert "hf-dcsgd[report]" in hf_dcsgd_says(0, f"report {folder}")
+
+
+def hf_dcsgd_says(code: int, arguments: str) -> str:
+    done = subprocess.run([BIN / "hf-dcsgd", *arguments.split()], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
