@@ -32,6 +32,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return markdown
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Show types of arguments, which docstrings have in the way of transformers, without their Markdown."""
+    return re.sub(r"<code>([^<]*`[^<]*)</code>", lambda type_: f"<code>{re.sub('[`*]', '', type_[1])}</code>", html)
+
+
 def included(wanted: re.Match[str]) -> str:
     """Return a file, or a part of it, whose links are those of a page."""
     name, start, end = wanted.groups()
