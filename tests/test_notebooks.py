@@ -1,8 +1,7 @@
-"""The notebooks run from top to bottom, and what is committed with them says nothing of the machine they ran on."""
+"""The notebooks run from top to bottom; they are committed without what they print."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import nbformat
@@ -21,13 +20,10 @@ def test_these_are_all() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_committed(name: str) -> None:
-    path = FOLDER / f"{name}.ipynb"
-    notebook = nbformat.read(path, as_version=4)
+def test_they_are_committed_without_outputs(name: str) -> None:
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
-    assert path.stat().st_size < 300_000
-    assert not [output for output in outputs_of(notebook) if output.output_type == "error"]
-    assert not re.search(r"(?<![\w.])/(?:tmp|home|root|work|usr)/", str(outputs_of(notebook)))
+    assert not outputs_of(notebook)
 
 
 @pytest.mark.slow
