@@ -1,4 +1,4 @@
-"""Fill in what the pages take from elsewhere: files of the root, the help of the command line, the table of options.
+"""Fill in what the pages take from elsewhere: files of the root, the help of the command line, the options.
 
 | in a page                              | becomes                                                        |
 |----------------------------------------|----------------------------------------------------------------|
@@ -26,7 +26,7 @@ INCLUDE = re.compile(r"<!-- include: (\S+?)(?:, from (.+?) to (.+?))? -->")
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what a page asks for."""
     markdown = INCLUDE.sub(included, markdown)
-    for mark, text in (("<!-- help -->", command_line_help), ("<!-- options -->", option_table)):
+    for mark, text in (("<!-- help -->", command_line_help), ("<!-- options -->", option_list)):
         if mark in markdown:
             markdown = markdown.replace(mark, text())
     return markdown
@@ -68,17 +68,16 @@ def help_of(command: list[str]) -> str:
     return shown.getvalue()
 
 
-def option_table() -> str:
-    """Return a table of name, default and help."""
+def option_list() -> str:
+    """Return name, default and help of each option."""
     from transformers import TrainingArguments
 
     from hf_dcsgd import DCSGDTrainingArguments
 
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    rows = ["| option | default | |", "|---|---|---|"]
+    entries = []
     for field in dataclasses.fields(DCSGDTrainingArguments):
         if field.init and (field.name not in theirs or field.default != theirs[field.name]):
-            default = "–" if field.default is None else f"`{field.default!r}`"
-            text = field.metadata["help"].replace("%%", "%").replace("|", "\\|")
-            rows.append(f"| `{field.name}` | {default} | {text} |")
-    return "\n".join(rows)
+            default = "" if field.default is None else f", default `{field.default!r}`"
+            entries.append(f"`{field.name}`{default}\n:   {field.metadata['help'].replace('%%', '%')}")
+    return "\n\n".join(entries)
