@@ -21,13 +21,18 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from hf_dcsgd.checks.environment import refuse_parallelism, refuse_sharding_environment
+from hf_dcsgd.checks.environment import (
+    refuse_parallelism,
+    refuse_sharding_environment,
+    refuse_tracker_settings,
+)
 from hf_dcsgd.checks.evaluation_data import refuse_training_data
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
 from hf_dcsgd.data.loading import restack
 from hf_dcsgd.data.rows import Batch, Collator, longest_row, with_rounded_lengths
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
+from hf_dcsgd.reporting.plan_table import plan_settings
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import checkpoint_to_resume
@@ -265,8 +270,10 @@ class DCSGDTrainer(PublishingTrainer):
             self.args.check()
             self._select_layers(self.model)
         hold_in_fp32(self.model, autocast=self.args.bf16)  # evaluation may have left it in half precision
+        refuse_tracker_settings(self.callback_handler.callbacks)
         self.plan = self.make_plan()
         agree_on_run(self.plan, self.args, self.model, self._checkpoint)
+        self.args.planned = plan_settings(self.plan)
 
     def _start_run(self, max_steps: int) -> None:
         """Check model and data, open the ledger and attach the mechanism; called when the loop begins."""

@@ -206,6 +206,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         (COUNTED, OTHER_DATA),
     )
     derived: dict[str, str] = field(init=False, default_factory=dict)
+    planned: dict[str, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         # Before transformers asks for packages that could not be used anyway.
@@ -347,6 +348,10 @@ class DCSGDTrainingArguments(TrainingArguments):
         if num_units is None:
             raise ValueError(f"expected num_units with privacy_unit={self.privacy_unit!r}, got None")
         return PrivacyUnit(self.privacy_unit, num_units, self.max_rows_per_unit, self.privacy_unit_clipping)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments, and with them the plan of their run once there is one, for trackers to show."""
+        return super().to_dict() | ({"privacy_plan": self.planned} if self.planned else {})
 
     def privacy_options(self) -> dict[str, Any]:
         """Return the options of private training, by name."""

@@ -1,12 +1,13 @@
-"""What the machine, the launcher and the way a model is loaded must be like: plain data parallelism."""
+"""What the machine, the launcher, trackers and the way a model is loaded must be like."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 INSTEAD = (
     "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`, without sharding) and, for memory, "
@@ -14,6 +15,7 @@ INSTEAD = (
 )
 PIECES = "keeps every parameter in pieces and sums gradients in hooks of its own, behind the clipping and the noise"
 OWNED = "owns gradients and optimizer, so that noise cannot enter exactly once"
+_ON = ("1", "on", "yes", "true")
 # What `accelerate launch` sets from its options or its configuration file.
 _SHARDING_FLAGS = {
     "ACCELERATE_USE_FSDP": ("FSDP", PIECES),
@@ -24,15 +26,39 @@ _SHARDING_FLAGS = {
         "makes several ranks share one example, so that no rank knows its gradient's norm",
     ),
 }
+_PAST_CHECKS = (
+    "saves the model past the checks of DCSGDTrainer, without its card and without what was spent; log the folder of "
+    "trainer.save_model, or checkpoints"
+)
+# What trackers of experiments would take beside the logs: by variable the callback, the values, the reason.
+_TRACKER_SETTINGS = {
+    "WANDB_WATCH": (
+        "WandbCallback",
+        ("gradients", "parameters", "all"),
+        "hangs hooks on private backward passes, and counts private forwards; leave it out",
+    ),
+    "WANDB_LOG_MODEL": ("WandbCallback", ("end",), f"{_PAST_CHECKS} (WANDB_LOG_MODEL=checkpoint)"),
+    "HF_DVCLIVE_LOG_MODEL": ("DVCLiveCallback", _ON, f"{_PAST_CHECKS} (HF_DVCLIVE_LOG_MODEL=all)"),
+    "HF_DAGSHUB_LOG_ARTIFACTS": ("DagsHubCallback", _ON, "uploads training data; leave it out"),
+}
 
 
 def refuse_sharding_environment() -> None:
     """Refuse what `accelerate launch` was told about sharding, before accelerate acts on it."""
     for flag, (name, reason) in _SHARDING_FLAGS.items():
-        if os.environ.get(flag, "false").lower() in ("true", "1", "yes", "on"):
+        if os.environ.get(flag, "false").lower() in _ON:
             raise ValueError(
                 f"{name} ({flag}={os.environ[flag]}) cannot be used for private training: it {reason}; {INSTEAD}"
             )
+
+
+def refuse_tracker_settings(callbacks: Sequence[TrainerCallback]) -> None:
+    """Refuse what would have a tracker take more than the values that are logged, which were released."""
+    names = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+    for variable, (callback, refused, reason) in _TRACKER_SETTINGS.items():
+        value = os.environ.get(variable, "")
+        if callback in names and value.lower() in refused:
+            raise ValueError(f"{variable}={value} cannot be used for private training: it {reason}")
 
 
 def refuse_parallelism(args: TrainingArguments, model: nn.Module, *, is_model_parallel: bool) -> None:

@@ -28,7 +28,7 @@ def describe_plan(plan: PrivacyPlan) -> str:
     sides = plan.side_noise_multipliers
     settings = [f"{name} {_shown(value)}" for name, value in plan.settings.items() if name not in sides]
     rows = [
-        ("guarantee", f"ε ≤ {plan.epsilon():.4g} at δ = {plan.delta:.4g}, adding or removing one {plan.protected}"),
+        ("guarantee", _guarantee(plan)),
         ("accountant", f"{plan.accountant}, {plan.steps} steps"),
         (
             "sampling",
@@ -47,6 +47,18 @@ def describe_plan(plan: PrivacyPlan) -> str:
         rows.append(("note", "δ is no smaller than 1/N, as in the paper; a smaller one is better practice"))
     rows += [("WARNING", f"no guarantee, because of {name}: {opt_out_text(name)}") for name in plan.opt_outs]
     return _table("Privacy plan", rows)
+
+
+def plan_settings(plan: PrivacyPlan) -> dict[str, Any]:
+    """Return the plan for trackers of experiments: its numbers, all of them public, and what it protects."""
+    return {
+        "guarantee": f"none, because of {', '.join(plan.opt_outs)}" if plan.opt_outs else _guarantee(plan),
+        "epsilon": plan.epsilon(),
+        "sampling_rate": plan.sampling_rate,
+        "grad_noise_multiplier": plan.grad_noise_multiplier,
+        **plan.to_dict(),
+        "unsafe_noise_seed": None,
+    }
 
 
 def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
@@ -69,6 +81,10 @@ def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
                 )
             )
     return _table(f"Recipe ({args.recipe})", rows) if rows else ""
+
+
+def _guarantee(plan: PrivacyPlan) -> str:
+    return f"ε ≤ {plan.epsilon():.4g} at δ = {plan.delta:.4g}, adding or removing one {plan.protected}"
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
