@@ -53,6 +53,21 @@ def test_calibrate_swaps_the_accountants(capsys: pytest.CaptureFixture[str]):
     assert {key: rdp[key] for key in FIGURES} == pld["other"]
 
 
+def test_calibrate_compares_both_ways_to_protect_units(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*SMALL, "--epsilon", "3", "--units", "1000", "--rows-per-unit", "2"]
+    result = calibrated(capsys, *options)
+    assert (result["unit"]["sampling_rate"], result["row"]["sampling_rate"]) == (200 / 1000, 200 / 2000)
+    assert result["unit"]["noise_multiplier"] < result["row"]["noise_multiplier"]
+    assert result["smaller"] == "unit"
+    assert main(["calibrate", *options]) == 0
+    printed = capsys.readouterr().out
+    assert "for adding or removing one of 1000 units with all of its rows" in printed
+    assert f"σ = {result['row']['noise_multiplier']:.5f}" in printed
+    assert "privacy_unit_clipping=unit needs less noise, if the cap leaves 2000 rows" in printed
+    assert main(["calibrate", *options[:-2]]) != 0
+    assert "--units and --rows-per-unit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("clipping", ["fixed", "du", "auto_clip"])
 def test_strategies_without_a_side_release(capsys: pytest.CaptureFixture[str], clipping: str):
     result = calibrated(capsys, "--epsilon", "3", *SMALL, "--clipping", clipping)

@@ -35,12 +35,16 @@ from tiny_tasks import (
 from tqdm.auto import tqdm
 
 from hf_dcsgd import DCSGDTrainer, PrivateRun
+from hf_dcsgd.cli import main
 from hf_dcsgd.data.grouping import group_rows
 from hf_dcsgd.data.loading import poisson_dataloader, restack
 from hf_dcsgd.data.rows import batch_length
 from hf_dcsgd.data.units import UNIT_ENTRY, count_examples, rows_of_example, take_example
 from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
+from hf_dcsgd.reporting.page import render_page
+from hf_dcsgd.reporting.report import format_spending
 from hf_dcsgd.runs.spending import Spending, SpentRun
+from hf_dcsgd.runs.trace import read_trace
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -340,6 +344,38 @@ def test_texts_of_unequal_length_with_dropout(tmp_path: Path) -> None:
     assert not trainer.step.clipper.slow_parameters
 
 
+def test_an_empty_draw_of_units_is_a_step(tmp_path: Path) -> None:
+    trainer = units_trainer(tmp_path)
+    force_draws(trainer, lambda: np.arange(0))
+    before = flat_parameters(trainer.model)
+    trainer.train()
+    assert trainer.mechanism is not None
+    assert trainer.mechanism.charged == USERS // 10
+    assert not torch.equal(before, flat_parameters(trainer.model))
+
+
+def test_the_unit_is_named_wherever_the_guarantee_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = units_trainer(tmp_path)
+    trainer.train()
+    trainer.create_model_card()
+    assert trainer.plan is not None
+    report = trainer.privacy_report()
+    printed = capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == 0
+    said = {
+        "plan": printed,
+        "sentence": report["guarantee"]["sentence"],
+        "spent": format_spending(report),
+        "page": render_page(report, read_trace(tmp_path)),
+        "card": (tmp_path / "README.md").read_text(encoding="utf-8"),
+        "command line": capsys.readouterr().out,
+    }
+    assert [name for name, text in said.items() if "one user_id with all of its rows" not in text] == []
+    assert "40 of them (a public number)" in said["card"]
+    assert "40 of them (a public number)" in said["plan"]
+    assert "units of privacy, a public number" in said["page"]
+
+
 @pytest.mark.parametrize("kind", ["arrow", "list"])
 @pytest.mark.parametrize("remove_unused", [True, False])
 def test_the_column_reaches_no_collator(tmp_path: Path, kind: str, remove_unused: bool) -> None:
@@ -357,6 +393,7 @@ def test_the_column_reaches_no_collator(tmp_path: Path, kind: str, remove_unused
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
+    trainer.create_model_card()
     assert seen == {"input_ids", "labels"}
     assert not any(b"secret-" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 

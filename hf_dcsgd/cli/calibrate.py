@@ -126,7 +126,8 @@ def _run_for_units(arguments: argparse.Namespace) -> int:
         if clipping in UNIT_CLIPPINGS:
             shown = f"privacy_unit_clipping={clipping}"
             print(f"{shown:28}q = {found['sampling_rate']:<12.6g}σ = {_figure(found['noise_multiplier'])}")
-    print(f"\nprivacy_unit_clipping={result['smaller']} needs less noise")
+    left = f"if the cap leaves {arguments.dataset_size} rows to be drawn one by one"
+    print(f"\nprivacy_unit_clipping={result['smaller']} needs less noise, {left}")
     return 0
 
 
