@@ -529,7 +529,7 @@ def test_the_unclipped_and_unnoised_never_reach_the_release(tmp_path: Path, monk
     kept = []
     release = DPMechanism.release
     monkeypatch.setattr(
-        DPMechanism, "release", lambda self, total: (kept.append(self._batch.loss), release(self, total))[1]
+        DPMechanism, "release", lambda self, total: (kept.append(self._sums.get("loss")), release(self, total))[1]
     )
     feature_trainer(tmp_path).train()
     assert kept == [None] * 4

@@ -68,9 +68,10 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
 
 
 def _require_splits(splits: dict[str, Dataset], kind: str, args: DCSGDTrainingArguments) -> None:
-    for option, split in (("do_train", "train"), ("do_eval", "validation"), ("do_predict", "test")):
+    needed = {"do_train": "train_file", "do_eval": "validation_file", "do_predict": "test_file"}
+    for (option, file), split in zip(needed.items(), ("train", "validation", "test"), strict=True):
         if getattr(args, option) and split not in splits:
-            raise UserError(f"--{option}: there are no {split} data; give --{split}_file")
+            raise UserError(f"--{option}: there are no {split} data; give --{file}")
     if args.do_predict and kind == TEXT:
         raise UserError("--do_predict: there is nothing to go on from in plain texts; give prompts or conversations")
 
