@@ -1,4 +1,4 @@
-"""docs/results.md is what the script makes of the results, and the tables know which runs are missing."""
+"""The page and the README's row are what the script makes of the results; the tables know which runs are missing."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(PAPER / script), *words], capture_output=True, text=True, check=False)
 
 
-def test_the_page_is_made_of_the_results():
+def test_the_page_and_the_readme_are_made_of_the_results():
     assert run("results_page.py", "--check").returncode == 0, "run python examples/paper/results_page.py"
 
 

@@ -1,7 +1,7 @@
-"""Make docs/results.md from the JSON files under `results`.
+"""Make docs/results.md, and the README's row of accuracies, from the JSON files under `results`.
 
-    python examples/paper/results_page.py            # writes the page
-    python examples/paper/results_page.py --check    # fails if the page is not what the files say
+    python examples/paper/results_page.py            # writes both
+    python examples/paper/results_page.py --check    # fails if they are not what the files say
 
 Cells without a run stay empty; every table says how many rows of the training data it used.
 """
@@ -304,9 +304,14 @@ def page() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if parser.parse_args().check:
-        return 0 if PAGE.read_text(encoding="utf-8") == page() else 1
-    PAGE.write_text(page(), encoding="utf-8")
+    wants_check = parser.parse_args().check
+    from readme_row import README, with_row  # it reads results as this file does
+
+    made = {PAGE: page(), README: with_row(README.read_text(encoding="utf-8"), read_results())}
+    if wants_check:
+        return 0 if all(path.read_text(encoding="utf-8") == text for path, text in made.items()) else 1
+    for path, text in made.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

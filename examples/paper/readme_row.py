@@ -1,0 +1,58 @@
+"""Put the accuracies of the results page into the README's table of numbers, as its first row.
+
+`results_page.py` writes and checks it together with its page. Only what was run is told: ε without a run of the recipe,
+DP-SGD or a ceiling that are missing are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+
+from results_page import Result, by_options, chosen
+
+README = Path(__file__).parents[2] / "README.md"
+PLACE = re.compile(r"(?<=<!-- numbers -->\n\| \| \|\n\|---\|---\|\n)(?:\| \*\*accuracy\*\* .*\n)?")
+TASK, ROWS = "sst2", 20_000
+
+
+def with_row(text: str, results: list[Result]) -> str:
+    """Return the README with its row."""
+    return PLACE.sub(lambda _: row(results), text, count=1)
+
+
+def row(results: list[Result]) -> str:
+    """Return the row, or nothing where the recipe was not run."""
+    here = chosen(results, task=TASK, rows=ROWS)
+    told = [text for epsilon in (2.0, 8.0) if (text := _at(here, epsilon))]
+    if not told:
+        return ""
+    text = "; ".join(told)
+    ceiling = _means(chosen(here, method="non_private"))
+    if ceiling:
+        text += f"; without privacy {max(ceiling):.1f}%"
+    return f"| **accuracy** | {text} (SST-2, {ROWS:,} rows, a small BERT; [accuracy](docs/results.md)) |\n"
+
+
+def _at(results: list[Result], epsilon: float) -> str:
+    """Say what one ε buys, beside DP-SGD with the best of its thresholds."""
+    ours = [r for r in chosen(results, method="recipe", epsilon=epsilon) if not r["setting"]["options"]]
+    if not ours:
+        return ""
+    text = f"{_mean(ours):.1f}% at ε = {epsilon:g} in one run"
+    grid = [
+        r
+        for r in chosen(results, method="fixed", epsilon=epsilon)
+        if set(r["setting"]["options"]) == {"clip_threshold"}
+    ]
+    tried = _means(grid)
+    return f"{text}, DP-SGD {max(tried):.1f}% with the best of {len(tried)} thresholds" if len(tried) > 1 else text
+
+
+def _means(results: list[Result]) -> list[float]:
+    return [_mean(runs) for runs in by_options(results).values()]
+
+
+def _mean(runs: list[Result]) -> float:
+    return 100 * statistics.mean(r["accuracy"] for r in runs)
