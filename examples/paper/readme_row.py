@@ -1,7 +1,7 @@
 """Put the accuracies of the results page into the README's table of numbers, as its first row.
 
-`results_page.py` writes and checks it together with its page. Only what was run is told: ε without a run of the recipe,
-DP-SGD or a ceiling that are missing are left out.
+`results_page.py` writes and checks it together with its page. Only what was run is told: ε without a run of the
+recipe, DP-SGD or a ceiling that are missing are left out.
 """
 
 from __future__ import annotations
