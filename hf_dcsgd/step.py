@@ -249,7 +249,8 @@ class PrivateStep:
                 with self._writes.refused(), tape.record() if tape else nullcontext():
                     losses = self.losses(stack)
                 norms = self.clipper.norms(losses)
-                self.model.zero_grad()
+                for parameter in self.clipper.parameters.values():
+                    parameter.grad = None
                 if self._clipped_sum is None:
                     self._clipped_sum = self.clipper.zeros()
                 self.clipper.accumulate(mechanism.clip_factors(norms, losses.detach()), self._clipped_sum)

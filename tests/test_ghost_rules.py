@@ -126,9 +126,10 @@ def test_both_forms_of_a_linear_norm_are_exact_and_chosen_by_shape(positions, fo
     assert set(used) == ({form} if form else set())
 
 
-def test_direct_form_of_a_large_layer_is_taken_a_few_examples_at_a_time(monkeypatch):
-    monkeypatch.setattr(norms, "_WRITTEN_CHUNK_ELEMENTS", 2 * 8 * 8)
-    check_rule(nn.Linear(8, 8), random((5, 6, 8), 0), torch.float32, 0)
+@pytest.mark.parametrize("positions", [6, 7])
+def test_mirrored_products_are_taken_once(positions, monkeypatch):
+    monkeypatch.setattr(norms, "_GRAM_BLOCK", 3)
+    check_rule(nn.Linear(40, 30), random((3, positions, 40), 0), torch.float32, 0)
 
 
 # --- embedding -------------------------------------------------------------------------------------------------------

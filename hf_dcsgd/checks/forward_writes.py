@@ -27,15 +27,16 @@ class ForwardWrites:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._tree = _Tree(model)
         buffers = model.named_buffers()
         self._first = {name: tensor.detach().clone() for name, tensor in buffers if tensor.numel() <= _SMALL}
 
     @contextmanager
     def refused(self) -> Iterator[None]:
         """Raise `UnsupportedModelError` where the block wrote to a buffer or a parameter, or replaced one."""
-        before = {name: (tensor, *_place(tensor)) for name, tensor in _tensors(self._model)}
+        before = {name: (tensor, *_place(tensor)) for name, tensor in self._tree.tensors()}
         yield
-        after = dict(_tensors(self._model))
+        after = dict(self._tree.tensors())
         changed = {
             name
             for name in before.keys() | after.keys()
@@ -73,6 +74,30 @@ class ForwardWrites:
                 "private examples and would be saved without noise. Disable running statistics, max_norm or spectral "
                 "norm, call eval() on the module, or preallocate the cache"
             )
+
+
+class _Tree:
+    """The modules of a model by their names, walked again where a child was added, removed or replaced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules: list[tuple[str, nn.Module]] = [("", model)]
+        self._children: list[nn.Module | None] = []
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """List buffers and parameters, as the model's own methods do at many times the cost."""
+        if self._listed_children() != self._children:
+            self._modules = list(self._model.named_modules())
+            self._children = self._listed_children()
+        seen: set[Tensor | None] = {None}
+        for prefix, module in self._modules:
+            for name, tensor in chain(module._buffers.items(), module._parameters.items()):
+                if tensor not in seen:
+                    seen.add(tensor)
+                    yield (f"{prefix}.{name}" if prefix else name), tensor
+
+    def _listed_children(self) -> list[nn.Module | None]:
+        return [child for _, module in self._modules for child in module._modules.values()]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ use of a parameter that the hooks did not see is found, not lost.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, LastResult, without_autocast
 from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
-from hf_dcsgd.ghost.norms import take_norms, trimmed
+from hf_dcsgd.ghost.norms import take_norms, trimmed, written
 from hf_dcsgd.ghost.quarantine import quarantined_grad
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, hand_over_grads, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
@@ -176,12 +177,16 @@ class GhostClipper:
         layouts = [self._rule_layout(call, batch) for call, batch in zip(calls, batches, strict=True)]
         keep_graph = verify or bool(self.slow_parameters) or None in layouts
         contributions: dict[str, list[Contribution]] = {}
+        uses = Counter(name for call in calls for name in call.owner.parameters.values())
         lengths, inputs = LastResult(), LastResult()
 
         def collect(k: int, grads: list[Tensor | None]) -> None:
             for name, contribution in self._contributions_of(calls[k], grads, layouts[k], batches[k]):
                 part = trimmed(contribution, lengths)
-                contributions.setdefault(name, []).append(part if units is None else units.joined(part, inputs))
+                part = part if units is None else units.joined(part, inputs)
+                # Several uses are added up in the form that suits them all; the comparison needs to see dtypes.
+                part = written(part) if uses[name] == 1 and not verify else part
+                contributions.setdefault(name, []).append(part)
             if not keep_graph:
                 calls[k].release()
 

@@ -4,10 +4,11 @@
 |---------|------------------------------------------|---------------------------------------------------------------|
 | product | ‖left‖²·‖right‖²                         | one position has a gradient, e.g. that of a [CLS] token       |
 | Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | T·(p + d) ≤ p·d                                               |
-| written | the gradient itself, p×d numbers         | beyond; kept for the sum where it is smaller than a factor    |
+| written | the gradient itself, p×d numbers         | beyond: it takes less memory than the factors, and is kept    |
 
-Positions at which no example has a gradient are left out first (`trimmed`). Both sides of the border between Gram and
-written form run at the speed of matrix products, so that counting multiplications is as good as measuring.
+Positions at which no example has a gradient are left out first (`trimmed`). A written gradient is kept in place of its
+factors from the moment that the backward pass hands them over (`written`), and the sum is taken of it. Beyond the
+border it is the faster form throughout; somewhat below it too, at the price of memory (docs/benchmarks.md has both).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hf_dcsgd.ghost.contributions import (
     LastResult,
     OneHotRows,
     Outer,
+    without_autocast,
     working_dtype,
     working_precision,
 )
@@ -35,8 +37,10 @@ _CANCELLATION = 1 / 8
 # An example is taken to be no smaller than this share of its upper bound, however far its positions cancel: the
 # clipped sum adds them up in fp32 among those of all other examples, and would lose digits where they far exceed C.
 _SMALLEST_SHARE = 2.0**-12
-# Written gradients that are not kept are formed for a few examples at a time.
-_WRITTEN_CHUNK_ELEMENTS = 1 << 24
+# Matrices this narrow are written at less cost than is needed to find positions without a gradient (LoRA).
+_NARROW = 32
+# The halves of a T×T product mirror each other: it is taken in blocks of this many positions, none of them twice.
+_GRAM_BLOCK = 128
 
 Parts = list[Contribution]
 
@@ -91,9 +95,10 @@ def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
 
     What is left out need not be held: behind a pooler that reads one token, that is all but one position. Bounds are
     taken of all positions, so that an example whose input is not finite at one of them is not finite still, whatever
-    its neighbors are. `lengths` is shared by calls in a row, which may share their input.
+    its neighbors are. `lengths` is shared by calls in a row, which may share their input. Narrow matrices are written
+    of all positions at once.
     """
-    if isinstance(part, Dense) or part.bound is not None:
+    if isinstance(part, Dense) or part.bound is not None or _is_narrow(part):
         return part
     rights = lengths.of(part.right, _row_lengths)
     if isinstance(part, OneHotRows):
@@ -106,6 +111,21 @@ def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
             left, right = left[:, busy], right[:, busy]
             lengths.forget()
     return Outer(left, right, bound)
+
+
+def written(part: Contribution) -> Contribution:
+    """Writes the gradients of a contribution down where that takes less memory than its factors."""
+    if not isinstance(part, Outer):
+        return part
+    shape = torch.Size([part.left.shape[2], part.right.shape[2]])
+    if not _is_written([part], shape):
+        return part
+    with without_autocast(part.right):
+        return Dense(_per_example([part], shape))
+
+
+def _is_narrow(part: Factored) -> bool:
+    return isinstance(part, Outer) and min(part.left.shape[2], part.right.shape[2]) <= min(part.positions, _NARROW)
 
 
 def _row_lengths(value: Tensor) -> Tensor:
@@ -132,19 +152,10 @@ def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
 
 
 def _written(parts: Parts, shape: torch.Size) -> tuple[Tensor, Parts]:
-    """Squared norms of written gradients, and those themselves or what they are made of, whichever is smaller."""
-    if len(parts) == 1 and isinstance(parts[0], Dense):
-        return _squared_lengths(parts[0].value, shape), parts
-    positions = sum(part.positions for part in parts if not isinstance(part, Dense))
-    if min(shape[0], shape[1:].numel()) <= positions or any(isinstance(part, Dense) for part in parts):
-        value = _per_example(parts, shape)
-        return _squared_lengths(value, shape), [Dense(value)]
-    n, chunk = len(_any_tensor(parts[0])), max(1, _WRITTEN_CHUNK_ELEMENTS // shape.numel())
-    pieces = [
-        _squared_lengths(_per_example([part.select(slice(k, k + chunk)) for part in parts], shape), shape)
-        for k in range(0, max(n, 1), chunk)
-    ]
-    return torch.cat(pieces), parts
+    """Squared norms of written gradients, and those themselves."""
+    is_there = len(parts) == 1 and isinstance(parts[0], Dense)
+    value = parts[0].value if is_there else _per_example(parts, shape)
+    return _squared_lengths(value, shape), [Dense(value)]
 
 
 def _squared_lengths(value: Tensor, shape: torch.Size) -> Tensor:
@@ -163,8 +174,11 @@ def _per_example(parts: Parts, shape: torch.Size) -> Tensor:
     total: Tensor | None = None
     for part in sorted(parts, key=lambda part: not isinstance(part, Outer)):
         if isinstance(part, Outer):
-            left, right = working_precision(part.left).mT, working_precision(part.right)
-            total = left @ right if total is None else total.baddbmm_(left, right)
+            left, right = working_precision(part.left), working_precision(part.right)
+            if total is None:  # a product of few columns is slow, its transpose is not
+                total = left.mT @ right if d > _NARROW else (right.mT @ left).mT
+            else:
+                total.baddbmm_(left.mT, right)
             continue
         source = working_precision(_any_tensor(part))
         total = source.new_zeros(n, p, d) if total is None else total
@@ -227,8 +241,9 @@ def _in_double(part: Factored) -> Factored:
 def _gram(factored: Sequence[Factored], right_gram: LastResult) -> Tensor:
     """Returns ‖Σ factored‖² of every example, from T×T products of the factors."""
     if len(factored) == 1 and isinstance(factored[0], Outer):
-        left = working_precision(factored[0].left)
-        return _inner(left @ left.mT, right_gram.of(factored[0].right, _self_products))
+        products = _self_products(factored[0].left).mul_(right_gram.of(factored[0].right, _self_products))
+        once = _sizes_of_blocks(factored[0].positions)
+        return products.sum(1) + products[:, once:].sum(1)
     total = None
     for i, first in enumerate(factored):
         for j, second in enumerate(factored[: i + 1]):
@@ -246,8 +261,17 @@ def _inner(lefts: Tensor, rights: Tensor) -> Tensor:
 
 
 def _self_products(value: Tensor) -> Tensor:
-    value = working_precision(value)
-    return value @ value.mT
+    """Returns ⟨value at s, value at t⟩ in one row per example: blocks on the diagonal, then one of each mirrored pair."""
+    blocks = working_precision(value).split(_GRAM_BLOCK, 1)
+    products = [block @ block.mT for block in blocks]
+    products += [block @ before.mT for k, block in enumerate(blocks) for before in blocks[:k]]
+    flat = [product.flatten(1) for product in products]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+
+
+def _sizes_of_blocks(positions: int) -> int:
+    """Counts the products in the blocks on the diagonal."""
+    return positions // _GRAM_BLOCK * _GRAM_BLOCK**2 + (positions % _GRAM_BLOCK) ** 2
 
 
 def _left_products(first: Factored, second: Factored) -> Tensor:

@@ -219,10 +219,10 @@ def hand_over_grads(
     """Calls `arrived(k, gradients at the outputs of calls[k])` for every call, in one backward pass.
 
     Calls with one output are handed over as the pass reaches them, so that nothing of them need be held here; those
-    at its ends, and those with several outputs, after it.
+    at its ends, and those with several outputs, after it. Those that the loss does not depend on may be left out.
     """
     nodes = {edge.node for call in calls for edge in call.edges if edge is not None}
-    inner, handles, later = _inner_nodes(loss, nodes), [], []
+    inner, handles, later = _inner_nodes(nodes), [], []
     for k, call in enumerate(calls):
         edge = call.edges[0] if len(call.edges) == 1 else None
         if edge is not None and edge.node in inner:
@@ -245,23 +245,34 @@ def _handing_over(arrived: Callable[[int, list[Tensor | None]], None], k: int, o
     return hand_over
 
 
-def _inner_nodes(loss: Tensor, nodes: set[Any]) -> set[Any]:
-    """Finds those nodes of the graph that the backward pass goes through on its way to another one of them."""
-    inner = set()
-    leads_to_one: dict[Any, bool] = {}
-    stack = [loss.grad_fn]
-    while stack:
-        node = stack[-1]
-        behind = [found for found, _ in node.next_functions if found is not None] if node is not None else []
-        unknown = [found for found in behind if found not in leads_to_one]
-        if unknown:
-            stack += unknown
-            continue
-        goes_on = any(leads_to_one[found] for found in behind)
-        if goes_on and node in nodes:
-            inner.add(node)
-        leads_to_one[stack.pop()] = goes_on or node in nodes
-    return inner
+def _inner_nodes(nodes: set[Any]) -> set[Any]:
+    """Finds those nodes of the graph behind which there is another one of them."""
+    leads_to_one = dict.fromkeys(nodes, True)  # or is one itself
+    return {node for node in nodes if any(_leads_to_one(found, leads_to_one) for found in _behind(node))}
+
+
+def _leads_to_one(start: Any, known: dict[Any, bool]) -> bool:
+    """Looks for a node that is known to lead to one, as far down as it takes; what is learnt is added to `known`."""
+    if start in known:
+        return known[start]
+    path = [(start, iter(_behind(start)))]
+    while path:
+        node, behind = path[-1]
+        for found in behind:
+            if known.get(found):
+                known.update({passed: True for passed, _ in path})
+                return True
+            if found not in known:
+                path.append((found, iter(_behind(found))))
+                break
+        else:
+            known[node] = False
+            path.pop()
+    return False
+
+
+def _behind(node: Any) -> list[Any]:
+    return [found for found, _ in node.next_functions if found is not None]
 
 
 def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -132,7 +132,8 @@ class DPMechanism:
     def release(self, clipped_sum: torch.Tensor) -> NoisyRelease:
         """Complete the logical batch: charge, add noise, sum over ranks, divide by B, move the threshold.
 
-        `clipped_sum` is this rank's fp32 `Σ fᵢ·gᵢ` of shape `(num_parameters,)`, zeros for no example.
+        `clipped_sum` is this rank's fp32 `Σ fᵢ·gᵢ` of shape `(num_parameters,)`, zeros for no example. It is used up:
+        noise is added in its memory.
         """
         require(
             clipped_sum.shape == (self.plan.num_parameters,),
@@ -227,7 +228,8 @@ class DPMechanism:
                 f"the threshold moved within a logical batch: factors were computed for sensitivity "
                 f"{self._sensitivity}, it is now {sensitivity}"
             )
-        queries = {"gradient": (SensitiveSum(clipped_sum, sensitivity), self.plan.grad_noise_multiplier)}
+        gradient = SensitiveSum(clipped_sum, sensitivity, disposable=True)
+        queries = {"gradient": (gradient, self.plan.grad_noise_multiplier)}
         side = self.threshold.side_query
         if side is not None:
             counts = self._sums.get("side", torch.zeros(side.size)).to(clipped_sum.device)
