@@ -45,6 +45,10 @@ def measure(name: str) -> dict[str, Any]:
         from step_cost import run_parts as run
     elif row["kind"] == "step":
         from step_cost import run_steps as run
+    elif row["kind"] in ("forms", "noise"):
+        import kernels
+
+        run = {"forms": kernels.run_forms, "noise": kernels.run_noise}[row["kind"]]
     else:
         from collectives import run_collectives as run
     start = time.perf_counter()

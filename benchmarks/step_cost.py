@@ -98,7 +98,10 @@ def plain_step(model: nn.Module, trunk: FrozenTrunk | None) -> Step:
     return step
 
 
-def our_step(model: nn.Module, trunk: FrozenTrunk | None, clipping: str, size: int) -> tuple[Step, PrivateStep, Any]:
+def our_step(
+    model: nn.Module, trunk: FrozenTrunk | None, clipping: str, size: int, some: Batch
+) -> tuple[Step, PrivateStep, Any]:
+    """Make a step of ours, as the trainer does after its checks on `some` rows."""
     plan = PrivacyPlan.create(
         dataset_size=400 * size,
         expected_batch_size=size,
@@ -108,6 +111,9 @@ def our_step(model: nn.Module, trunk: FrozenTrunk | None, clipping: str, size: i
         clipping=clipping,
     )
     private = PrivateStep(model, DPMechanism(plan), trunk=trunk, device=DEVICE)
+    model.eval()
+    private.leave_out_unread(some)
+    private.train()
     optimizer = torch.optim.Adam(trainable(model), lr=1e-3)
 
     def step(batches: list[Batch]) -> None:
@@ -150,12 +156,12 @@ def opacus_step(model: nn.Module, trunk: FrozenTrunk | None, size: int, ghost: b
     return step
 
 
-def made(name: str, model: nn.Module, trunk: FrozenTrunk | None, size: int) -> Step:
+def made(name: str, model: nn.Module, trunk: FrozenTrunk | None, size: int, some: Batch) -> Step:
     if name == "plain":
         return plain_step(model, trunk)
     if name.startswith("opacus"):
         return opacus_step(model, trunk, size, ghost=name == "opacus_ghost")
-    return our_step(model, trunk, name, size)[0]
+    return our_step(model, trunk, name, size, some)[0]
 
 
 # -- rows of the table -----------------------------------------------------------------------------------------------
@@ -178,7 +184,7 @@ def run_steps(row: dict[str, Any]) -> dict[str, Any]:
         model = copy.deepcopy(original)
         trunk, batches = prepared(model, row)
         try:
-            step = made(name, model, trunk, row["batch"])
+            step = made(name, model, trunk, row["batch"], few(batches))
             step([few(batches)])
             variants[name] = partial(step, batches)
         except Exception as error:  # a peer's: it is shown in the table
@@ -199,11 +205,11 @@ def run_parts(row: dict[str, Any]) -> dict[str, Any]:
     """Time the parts of a step of ours; the shares add up to 1."""
     model = make_model(row["model"], row["layers"])
     trunk, batches = prepared(model, row)
-    step, private, optimizer = our_step(model, trunk, "dc_sgd_e", row["batch"])
+    step, private, optimizer = our_step(model, trunk, "dc_sgd_e", row["batch"], few(batches))
     step([few(batches)])
     parts = Parts()
     for owner, method, part in (
-        (private, "alone", "spot checks"),
+        (private, "_check_some", "spot checks"),
         (private, "losses", "forward"),
         (private.clipper, "norms", "backward and norms"),
         (private.clipper, "accumulate", "clipped sum"),

@@ -89,10 +89,10 @@ class _Tree:
         if self._listed_children() != self._children:
             self._modules = list(self._model.named_modules())
             self._children = self._listed_children()
-        seen: set[Tensor | None] = {None}
+        seen: set[Tensor] = set()
         for prefix, module in self._modules:
             for name, tensor in chain(module._buffers.items(), module._parameters.items()):
-                if tensor not in seen:
+                if tensor is not None and tensor not in seen:
                     seen.add(tensor)
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 

@@ -153,8 +153,8 @@ def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
 
 def _written(parts: Parts, shape: torch.Size) -> tuple[Tensor, Parts]:
     """Squared norms of written gradients, and those themselves."""
-    is_there = len(parts) == 1 and isinstance(parts[0], Dense)
-    value = parts[0].value if is_there else _per_example(parts, shape)
+    first = parts[0]
+    value = first.value if len(parts) == 1 and isinstance(first, Dense) else _per_example(parts, shape)
     return _squared_lengths(value, shape), [Dense(value)]
 
 
@@ -261,7 +261,7 @@ def _inner(lefts: Tensor, rights: Tensor) -> Tensor:
 
 
 def _self_products(value: Tensor) -> Tensor:
-    """Returns ⟨value at s, value at t⟩ in one row per example: blocks on the diagonal, then one of each mirrored pair."""
+    """Returns products of positions, a row per example: blocks on the diagonal, then one of each mirrored pair."""
     blocks = working_precision(value).split(_GRAM_BLOCK, 1)
     products = [block @ block.mT for block in blocks]
     products += [block @ before.mT for k, block in enumerate(blocks) for before in blocks[:k]]
