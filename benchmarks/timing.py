@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_dcsgd.cli.step_cost import PeakMemory
+from hf_dcsgd.checks.step_cost import PeakMemory
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

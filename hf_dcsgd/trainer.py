@@ -36,6 +36,7 @@ from hf_dcsgd.reporting.plan_table import plan_settings
 from hf_dcsgd.reporting.publishing import PublishingTrainer
 from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import checkpoint_to_resume
+from hf_dcsgd.runs.estimate import RunEstimate, estimate_run
 from hf_dcsgd.runs.processes import quiet_replica
 from hf_dcsgd.runs.rows import TrainingRows, cached_rows, train_dataloader
 from hf_dcsgd.runs.search_cost import HyperparameterSearch, SearchCost
@@ -106,7 +107,8 @@ class DCSGDTrainer(PublishingTrainer):
     ) -> None:
         if not isinstance(args, DCSGDTrainingArguments):
             raise TypeError(
-                f"expected args to be DCSGDTrainingArguments, got {type(args).__name__}: nothing would be private"
+                f"expected args to be DCSGDTrainingArguments, got {type(args).__name__}: nothing would be private. "
+                "hf_dcsgd.DCSGDTrainingArguments takes the same arguments, and target_epsilon"
             )
         refuse_overrides(self, DCSGDTrainer)
         refuse_sharding_environment()
@@ -186,6 +188,16 @@ class DCSGDTrainer(PublishingTrainer):
             spot_checks=spot_checks,
             scale_free=self.args.scale_free_gradient,
         )
+
+    def estimate(self, sequence_length: int = 128) -> RunEstimate:
+        """Estimate time and memory of the run, as a table, by a few steps on made-up texts of this many tokens.
+
+        Nothing is spent or written, and of the training data only their number enters.
+        """
+        train_mode(self.model)
+        plan = self.plan = self.make_plan()
+        at_a_time = self.args.per_device_train_batch_size
+        return estimate_run(self.make_step(), plan, at_a_time=at_a_time, sequence_length=sequence_length)
 
     def _loss_settings(self) -> dict[str, Any]:
         return {

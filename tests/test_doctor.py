@@ -15,7 +15,7 @@ from torch import nn
 from hf_dcsgd.cli import diagnosis as doctor
 from hf_dcsgd.cli import main
 from hf_dcsgd.cli.doctor import TASKS
-from hf_dcsgd.cli.step_cost import PeakMemory, measure_step
+from hf_dcsgd.checks.step_cost import PeakMemory, measure_step
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 

@@ -39,6 +39,11 @@ def validate_inputs(
             "clipped per example; pass per_example_loss_func(outputs, labels), which returns a tensor of shape (n,), "
             "instead"
         )
+    if isinstance(model, str):
+        raise TypeError(
+            f"expected model to be a model, got the name {model!r}: load it by the class of its task, such as "
+            f"AutoModelForSequenceClassification.from_pretrained({model!r})"
+        )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from textwrap import indent
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig
@@ -20,8 +19,8 @@ from transformers.utils import find_adapter_config_file
 from hf_dcsgd.checks.parity import ParityError
 from hf_dcsgd.checks.preflight import check_before_training
 from hf_dcsgd.cli.doctor import TASKS
-from hf_dcsgd.cli.step_cost import measure_step
-from hf_dcsgd.data.synthetic import synthetic_like
+from hf_dcsgd.checks.step_cost import measure_step
+from hf_dcsgd.data.synthetic import end_token, synthetic_batch
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.reporting.format import parameter_groups
 from hf_dcsgd.reporting.model_card import task_of
@@ -107,6 +106,7 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     found["groups"] = parameter_groups(sizes)
     found["loss"] = loss_kind(model)
     train_mode(model)
+    _set_padding(model)
     step = PrivateStep(model)
     found["rules"] = _modules_by_rule(step.clipper)
     check_before_training(step, synthetic_batch(model, found["loss"], 1, length))
@@ -114,47 +114,20 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     larger = synthetic_batch(model, found["loss"], measured, length)
     found["shape"] = next(list(value.shape[1:]) for value in larger.values() if isinstance(value, Tensor))
     found["step"] = measure_step(
-        step.clipper, lambda: step.losses(larger), measured_size=measured, batch_size=batch_size
+        step.clipper,
+        lambda: step.losses(larger),
+        step.units(larger),
+        measured_size=measured,
+        batch_size=batch_size,
     )
     found["slow_parameters"] = sorted(step.clipper.slow_parameters)
 
 
-def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any]:
-    """A made-up batch with labels for this kind of loss. Lengths are cut to what the model can take."""
+def _set_padding(model: Any) -> None:
+    """Name a padding token where there is none: some classifiers look for the last token that is none."""
     config: Any = model.config.get_text_config()
-    if model.main_input_name == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width)
-        return synthetic_like(model, {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.long)}, n)
-    positions = getattr(config, "max_position_embeddings", None) or length
-    length = max(min(length, positions - 4), 2)
-    tokens = torch.zeros(1, length, dtype=torch.long)
-    end = getattr(config, "eos_token_id", None)
-    end = end[0] if isinstance(end, list) else end
-    if end is not None and end >= config.vocab_size:
-        end = None
-    if config.pad_token_id is None:
-        # Some classifiers look for the last token that is not padding.
-        model.config.pad_token_id = config.pad_token_id = end if end is not None else 0
-    if end is not None:
-        tokens[:, -1] = end
-    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    made = synthetic_like(model, batch, n, () if end is None else (end,))
-    return {**made, **_labels(kind, n, length, getattr(config, "num_labels", 2))}
-
-
-def _labels(kind: str, n: int, length: int, num_labels: int) -> dict[str, Tensor]:
-    zeros = torch.zeros(n, dtype=torch.long)
-    if kind == "question_answering":
-        return {"start_positions": zeros, "end_positions": zeros + 1}
-    if kind == "regression":
-        return {"labels": torch.linspace(0.0, 1.0, n)}
-    if kind == "multi_label_classification":
-        return {"labels": torch.eye(num_labels)[zeros]}
-    if kind == "single_label_classification":
-        return {"labels": zeros}
-    return {"labels": torch.zeros(n, length, dtype=torch.long)}
+    if model.main_input_name == "input_ids" and config.pad_token_id is None:
+        model.config.pad_token_id = config.pad_token_id = end_token(config) or 0
 
 
 def _modules_by_rule(clipper: GhostClipper) -> dict[str, list[str]]:

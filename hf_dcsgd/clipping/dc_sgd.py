@@ -305,9 +305,12 @@ class ExpectedErrorThreshold(HistogramThreshold):
         if counts[-1] > _STALLED_SHARE * total and not self._warned:
             self._warned = True
             logger.warning(
-                "the last histogram bin holds %.0f%% of the noisy count and the range stays at %g: norms beyond it "
-                "are taken for smaller than they are, so the threshold is biased low; histogram_rule=following helps",
+                "gradients are clipped harder than is good: about %.0f%% of the examples have larger norms than the "
+                "histogram can tell apart (histogram_range is at %g and stays there). Leave out histogram_rule=paper "
+                "(recipe=paper sets it) for bins that follow the norms, or start with histogram_range=%g. The "
+                "guarantee is not affected",
                 100 * counts[-1] / total,
                 self._range,
+                10 * self._range,
             )
         return self._range

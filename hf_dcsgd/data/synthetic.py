@@ -1,4 +1,4 @@
-"""Synthetic rows of the shape of real ones, for checks that must not learn from private data."""
+"""Synthetic rows: of the shape of real ones, for checks that must not learn from private data, or made up altogether."""
 
 from __future__ import annotations
 
@@ -40,6 +40,57 @@ def synthetic_like(
             kept = keep_numbers and not value.is_floating_point() and "input_ids" not in name
             made[name] = value if kept else _made_up(name, value, vocabulary, special, generator)
     return made
+
+
+def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any]:
+    """Make a batch up, with labels for this kind of loss (`tasks.losses.loss_kind`).
+
+    Lengths are cut to what the model can take. Questions with several answers have two.
+    """
+    config: Any = model.config.get_text_config()
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.zeros(1, getattr(config, "num_channels", 3), height, width)
+        return synthetic_like(model, {"pixel_values": pixels, "labels": torch.zeros(1, dtype=torch.long)}, n)
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"cannot make examples up for {type(model).__name__}, whose input is {model.main_input_name!r}, neither a "
+            "text nor an image"
+        )
+    positions = getattr(config, "max_position_embeddings", None) or length
+    length = max(min(length, positions - 4), 2)
+    tokens = torch.zeros(1, length, dtype=torch.long)
+    end = end_token(config)
+    if end is not None:
+        tokens[:, -1] = end
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    kept = () if end is None else (end,)
+    if kind == "multiple_choice":
+        made = synthetic_like(model, batch, 2 * n, kept)
+        return {name: value.view(n, 2, length) for name, value in made.items()} | _labels(kind, n, length, 2)
+    made = synthetic_like(model, batch, n, kept)
+    return {**made, **_labels(kind, n, length, getattr(config, "num_labels", 2))}
+
+
+def end_token(config: Any) -> int | None:
+    """Return the token that ends a text, if a configuration of text names one within its vocabulary."""
+    end = getattr(config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return None if end is None or end >= config.vocab_size else end
+
+
+def _labels(kind: str, n: int, length: int, num_labels: int) -> dict[str, Tensor]:
+    zeros = torch.zeros(n, dtype=torch.long)
+    if kind == "question_answering":
+        return {"start_positions": zeros, "end_positions": zeros + 1}
+    if kind == "regression":
+        return {"labels": torch.linspace(0.0, 1.0, n)}
+    if kind == "multi_label_classification":
+        return {"labels": torch.eye(num_labels)[zeros]}
+    if kind in ("single_label_classification", "multiple_choice"):
+        return {"labels": zeros}
+    return {"labels": torch.zeros(n, length, dtype=torch.long)}
 
 
 def _made_up(name: str, value: Tensor, vocabulary: int | None, special: Tensor, generator: torch.Generator) -> Tensor:

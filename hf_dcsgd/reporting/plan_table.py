@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan, PrivacyUnit
-from hf_dcsgd.recipe import USEFUL_TRAVEL
+from hf_dcsgd.recipe import AUTO, USEFUL_TRAVEL
 
 if TYPE_CHECKING:
     from hf_dcsgd.training_args import DCSGDTrainingArguments
@@ -68,23 +68,44 @@ def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
         for name, reason in args.derived.items()
         if name != "num_train_epochs" or args.max_steps <= 0
     ]
-    if "adam" in str(getattr(args.optim, "value", args.optim)):
-        distance = args.travel(plan).per_rate * args.learning_rate
+    distance = _travel(args, plan)
+    if distance is not None:
         rows.append(("travel", f"D = {distance:.3g}, the sum of learning rate × B/σ_T over all steps"))
-        if distance < USEFUL_TRAVEL:
-            rows.append(
-                (
-                    "WARNING",
-                    f"a travel below {USEFUL_TRAVEL:g} has left models close to untrained: {plan.dataset_size} "
-                    f"examples at ε = {plan.epsilon():.3g} with these settings may be too few to learn from. More "
-                    "examples, a larger target_epsilon, or values left to the recipe help",
-                )
-            )
+    warning = little_to_expect(args, plan)
+    if warning is not None:
+        rows.append(("WARNING", warning))
     return _table(f"Recipe ({args.recipe})", rows) if rows else ""
 
 
 def _guarantee(plan: PrivacyPlan) -> str:
     return f"ε ≤ {plan.epsilon():.4g} at δ = {plan.delta:.4g}, adding or removing one {plan.protected}"
+
+
+def little_to_expect(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str | None:
+    """Say that a run is likely to learn little, and what helps; None where it is not, or where that is not known."""
+    distance = _travel(args, plan)
+    if distance is None or distance >= USEFUL_TRAVEL:
+        return None
+    return (
+        f"expect little: {plan.dataset_size:,} examples at ε = {plan.epsilon():.3g} leave so much noise beside so few "
+        f"steps that the model will hardly move (D = {distance:.3g}; below {USEFUL_TRAVEL:g}, models stayed close to "
+        f"untrained). What helps: more examples, a larger target_epsilon, {_left_to_recipe(args)}"
+    )
+
+
+def _left_to_recipe(args: DCSGDTrainingArguments) -> str:
+    names = ("per_device_train_batch_size", "num_train_epochs", "learning_rate")
+    given = [name for name in names if name not in args.derived]
+    if args.recipe != AUTO:
+        return "recipe=auto"
+    return f"leaving {', '.join(given)} to the recipe" if given else "a model that was trained on similar public data"
+
+
+def _travel(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> float | None:
+    """Return how far training goes; None for optimizers of which that is not known."""
+    if "adam" not in str(getattr(args.optim, "value", args.optim)):
+        return None
+    return args.travel(plan).per_rate * args.learning_rate
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -26,7 +26,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
 from hf_dcsgd.reporting import model_card, report
-from hf_dcsgd.reporting.plan_table import describe_plan, describe_recipe
+from hf_dcsgd.reporting.plan_table import describe_plan, describe_recipe, little_to_expect
 from hf_dcsgd.reporting.run_record import RecordedRun
 from hf_dcsgd.reporting.schema import PrivacyReport
 from hf_dcsgd.runs.callbacks import released_logs
@@ -108,6 +108,9 @@ class PublishingTrainer(Trainer):
             path = report.try_to_write_report(run.directory)
             if path is not None:
                 print(f"Privacy report: {path}")
+            warning = little_to_expect(self.args, run.mechanism.plan)
+            if warning is not None:
+                print(f"WARNING: as the plan said, {warning}")
 
     def _report_dir(self) -> Path:
         return Path(str(self.args.output_dir)) if self._run is None else self._run.directory

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.benchmark import Timer
 
-from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.ghost import GhostClipper, Units
 
 # Per trainable parameter and 4 bytes each: gradient, two moments of Adam, and the sum, its noise and the noisy sum.
 _BUFFERS = 6
@@ -56,17 +56,23 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def measure_step(
-    clipper: GhostClipper, losses_of: Callable[[], Tensor], *, measured_size: int, batch_size: int
+    clipper: GhostClipper,
+    losses_of: Callable[[], Tensor],
+    units: Units | None = None,
+    *,
+    measured_size: int,
+    batch_size: int,
+    compare: bool = True,
 ) -> dict[str, Any]:
     """Seconds and bytes of a step on `batch_size` examples; `losses_of()` are the losses of `measured_size` examples.
 
-    Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds` is the same
-    forward and backward without clipping.
+    Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds`, left out unless
+    `compare`, is the same forward and backward without clipping. `units` says which rows are one example, where these have several.
     """
     parameters, clipped_sum = list(clipper.parameters.values()), clipper.zeros()
 
     def private() -> None:
-        with clipper:
+        with clipper.over(units):
             norms = clipper.norms(losses_of())
             clipper.accumulate((1.0 / (norms + 1.0)).clamp(max=1.0), into=clipped_sum)
 
@@ -75,7 +81,7 @@ def measure_step(
 
     private()  # the first batch is checked against autograd, which later ones are not
     scale = batch_size / measured_size
-    private_seconds, plain_seconds = _seconds(private), _seconds(plain)
+    private_seconds = _seconds(private)
     activations = _peak_bytes(private, parameters[0].device)
     trainable = sum(p.numel() for p in parameters)
     memory = {
@@ -87,7 +93,7 @@ def measure_step(
         "batch_size": batch_size,
         "measured_size": measured_size,
         "seconds": scale * private_seconds,
-        "plain_seconds": scale * plain_seconds,
+        **({"plain_seconds": scale * _seconds(plain)} if compare else {}),
         "bytes": {**memory, "total": sum(memory.values())},
         "device": str(parameters[0].device),
     }
