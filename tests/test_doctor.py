@@ -12,10 +12,10 @@ import transformers as hf
 from architectures import DECODER, ENCODER, HIDDEN
 from torch import nn
 
+from hf_dcsgd.checks.step_cost import PeakMemory, measure_step
 from hf_dcsgd.cli import diagnosis as doctor
 from hf_dcsgd.cli import main
 from hf_dcsgd.cli.doctor import TASKS
-from hf_dcsgd.checks.step_cost import PeakMemory, measure_step
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 

@@ -24,7 +24,7 @@ import hf_dcsgd.trainer
 from hf_dcsgd.jobs.arguments import DataTrainingArguments, JobParser
 from hf_dcsgd.jobs.errors import INTERRUPTED, USAGE_ERROR, exit_code_of
 from hf_dcsgd.jobs.glue import TASKS
-from hf_dcsgd.jobs.metrics import TextMetrics
+from hf_dcsgd.jobs.metrics import text_metrics
 from hf_dcsgd.jobs.text_classification import metrics_of
 from hf_dcsgd.jobs.text_data import load_text_data, tokenized
 from hf_dcsgd.privacy.ledger import PrivacyLedger
@@ -153,9 +153,16 @@ def test_metrics_of_each_task(task: str, tmp_path: Path) -> None:
 
 
 def test_metric_of_a_constant_prediction_is_finite() -> None:
-    metric = TextMetrics(config_name="pearson,spearmanr,mean_squared_error", keep_in_memory=True)
-    values = metric.compute(predictions=[2.0, 2.0, 2.0], references=[1.0, 2.0, 3.0])
+    names = ("pearson", "spearmanr", "mean_squared_error")
+    values = text_metrics(names, predictions=[2.0, 2.0, 2.0], references=[1.0, 2.0, 3.0])
     assert values == pytest.approx({"pearson": 0.0, "spearmanr": 0.0, "mean_squared_error": 2 / 3})
+
+
+def test_macro_f1_is_that_of_scikit_learn() -> None:
+    generator = np.random.default_rng(0)
+    for references, predictions in generator.integers(5, size=(20, 2, 12)):
+        wanted = sklearn.metrics.f1_score(references, predictions, average="macro", zero_division=0.0)
+        assert text_metrics(["f1_macro"], predictions, references)["f1"] == pytest.approx(wanted)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -534,19 +541,16 @@ def test_bad_configuration_files(
     assert fragment in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("module", "options"), [("peft", {"lora": True}), ("hf_dcsgd.jobs.metrics", {})])
 def test_a_missing_extra_is_named(
-    module: str,
-    options: dict[str, Any],
     tmp_path: Path,
     tiny_bert: str,
     messages: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "peft", None)
     files = {"train_file": messages, "output_dir": tmp_path / "out", "cache_dir": tmp_path / "cache"}
-    assert call(model_name_or_path=tiny_bert, do_train=True, **files, **options) == USAGE_ERROR
+    assert call(model_name_or_path=tiny_bert, do_train=True, lora=True, **files) == USAGE_ERROR
     assert "pip install 'hf-dcsgd[demo]'" in capsys.readouterr().err
 
 

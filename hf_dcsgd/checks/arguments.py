@@ -37,7 +37,10 @@ def refuse_incompatible_arguments(args: TrainingArguments) -> None:
     """
     checkpointing = as_mapping("gradient_checkpointing_kwargs", args.gradient_checkpointing_kwargs) or {}
     refusals = {
-        "fp16": (args.fp16, "its gradient scaler skips steps depending on private data; use bf16=True, which works on a CPU, too"),
+        "fp16": (
+            args.fp16,
+            "its gradient scaler skips steps depending on private data; use bf16=True, which works on a CPU, too",
+        ),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
             "the batch size sets the sampling rate and so ε; choose it with per_device_train_batch_size",

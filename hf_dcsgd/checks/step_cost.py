@@ -67,7 +67,8 @@ def measure_step(
     """Seconds and bytes of a step on `batch_size` examples; `losses_of()` are the losses of `measured_size` examples.
 
     Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds`, left out unless
-    `compare`, is the same forward and backward without clipping. `units` says which rows are one example, where these have several.
+    `compare`, is the same forward and backward without clipping. `units` says which rows are one example, where these
+    have several.
     """
     parameters, clipped_sum = list(clipper.parameters.values()), clipper.zeros()
 

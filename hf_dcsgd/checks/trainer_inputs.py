@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_dcsgd.privacy.sampling import map_style_length
+from hf_dcsgd.tasks.no_loss import why_no_loss
 from hf_dcsgd.validation import require_count
 
 # The guarantee rests on these methods of the trainer.
@@ -65,3 +66,6 @@ def validate_inputs(
         )
     if train_dataset is not None:
         map_style_length(train_dataset)
+        reason = why_no_loss(type(model)) if per_example_loss_func is None else None
+        if reason is not None:
+            raise ValueError(f"the loss of {type(model).__name__} is none of single examples: {reason}")

@@ -11,20 +11,23 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, tuning_cost
+from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, train, tuning_cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out one subcommand and returns the exit code; like argparse, exits by itself on wrong usage."""
     parser = _OneLineErrorParser(
         prog="hf-dcsgd",
-        description="Differentially private fine-tuning with the Hugging Face Trainer: its arithmetic and its checks.",
+        description="Differentially private fine-tuning with the Hugging Face Trainer.",
         epilog="`hf-dcsgd COMMAND --help` explains a command.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for subcommand in (calibrate, tuning_cost, doctor, report, audit, cache):
+    for subcommand in (train, calibrate, tuning_cost, doctor, report, audit, cache):
         subcommand.add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    arguments, others = parser.parse_known_args(argv)
+    if others and not hasattr(arguments, "takes_others"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.others = others
     try:
         return int(arguments.run(arguments))
     except ValueError as error:

@@ -18,8 +18,8 @@ from transformers.utils import find_adapter_config_file
 
 from hf_dcsgd.checks.parity import ParityError
 from hf_dcsgd.checks.preflight import check_before_training
-from hf_dcsgd.cli.doctor import TASKS
 from hf_dcsgd.checks.step_cost import measure_step
+from hf_dcsgd.cli.doctor import TASKS
 from hf_dcsgd.data.synthetic import end_token, synthetic_batch
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.reporting.format import parameter_groups

@@ -1,4 +1,4 @@
-"""Synthetic rows: of the shape of real ones, for checks that must not learn from private data, or made up altogether."""
+"""Synthetic rows, made up or of the shape of real ones, for checks that must not learn from private data."""
 
 from __future__ import annotations
 

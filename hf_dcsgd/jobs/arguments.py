@@ -51,6 +51,10 @@ class ModelArguments:
 class FileArguments:
     """Which files, how much of them, and what is done in a folder that holds a run."""
 
+    dataset_name: str | None = option(
+        None, "A data set of the Hub, or a folder with data files: its splits train, validation and test."
+    )
+    dataset_config_name: str | None = option(None, "Which configuration of dataset_name.")
     train_file: str | None = option(
         None, "Training data: csv, tsv (without quoting, as GLUE's), json, jsonl or parquet."
     )
@@ -67,6 +71,10 @@ class FileArguments:
     non_private: bool = option(
         False, "NOTHING IS PRIVATE: train the same layers by transformers' Trainer, to compare."
     )
+    dry_run: bool = option(
+        False, "Show plan, recipe and what the run will take in time and memory; spend and train nothing."
+    )
+    estimate: bool = option(True, "Say before training what it will take in time and memory.")
 
     def __post_init__(self) -> None:
         for name in ("train_file", "validation_file", "test_file"):
@@ -78,8 +86,9 @@ class FileArguments:
 
     @property
     def has_files(self) -> bool:
-        """Whether any data are given by a file."""
-        return any(path is not None for path in (self.train_file, self.validation_file, self.test_file))
+        """Whether any data of the user's own are given, by a file or by the name of a data set."""
+        sources = (self.dataset_name, self.train_file, self.validation_file, self.test_file)
+        return any(source is not None for source in sources)
 
 
 @dataclass
@@ -101,7 +110,9 @@ class DataTrainingArguments(FileArguments):
 
     def __post_init__(self) -> None:
         if self.task_name is None and not self.has_files:
-            raise UserError("give --task_name (a GLUE task), or files of your own by --train_file and so on")
+            raise UserError(
+                "give --task_name (a GLUE task), files of your own by --train_file and so on, or --dataset_name"
+            )
         if self.text_pair_column is not None and self.text_column is None:
             raise UserError(f"--text_pair_column {self.text_pair_column!r} needs --text_column, too")
         super().__post_init__()
@@ -148,7 +159,7 @@ class JobParser(HfArgumentParser):
     def parse(self, argv: Sequence[str]) -> tuple[Any, Any, DCSGDTrainingArguments]:
         """Parse a command line. A JSON or YAML file may come first on it; options that follow have the last word."""
         if argv and re.search(r"\.(json|ya?ml)$", argv[0]):
-            argv = [*_as_command_line(Path(argv[0])), *argv[1:]]
+            argv = [*as_command_line(Path(argv[0])), *argv[1:]]
         with explained(str, ValueError):
             parsed: Any = self.parse_args_into_dataclasses(list(argv), True, look_for_args_file=False)
             model, data, training, unknown = parsed
@@ -164,7 +175,7 @@ def _field_names(dataclass: Any) -> set[str]:
     return {field.name for field in fields(dataclass)}
 
 
-def _as_command_line(path: Path) -> list[str]:
+def as_command_line(path: Path) -> list[str]:
     """Return a file's keys as options, so that both are checked alike (YAML reads 1e-3 as a string, for one)."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")

@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+from hf_dcsgd.checks.parity import ParityError
+from hf_dcsgd.ghost import BatchCouplingError, UnsupportedModelError
+from hf_dcsgd.privacy.ledger import LedgerError
+from hf_dcsgd.privacy.mechanism import BudgetExhausted
+
+# Exit codes; 1 is Python's own, for a fault with a traceback.
+USAGE_ERROR, REFUSED, SPENT, INTERRUPTED = 2, 3, 4, 130
+_CODES = {UnsupportedModelError: REFUSED, BatchCouplingError: REFUSED, ParityError: REFUSED} | {
+    BudgetExhausted: SPENT,
+    LedgerError: SPENT,
+}
 _JOBS = Path(__file__).resolve().parent
 
 
@@ -38,18 +48,27 @@ def exit_code_of(job: Callable[[], object]) -> int:
 
     Meant for the user are UserError and what the rest of hf_dcsgd raises: its messages name the argument and its
     value. HF_DCSGD_TRACEBACK=1 shows the traceback of these, too.
+
+    | code | meaning                                                                        |
+    |------|--------------------------------------------------------------------------------|
+    | 0    | done                                                                           |
+    | 1    | a fault, with its traceback                                                    |
+    | 2    | an option, a file or a budget that must be put right; nothing was spent        |
+    | 3    | model, loss or data cannot be trained privately                                |
+    | 4    | the budget is spent, or the ledger of what was spent cannot be relied upon     |
+    | 130  | interrupted                                                                    |
     """
     try:
         job()
     except KeyboardInterrupt:
         print("interrupted; if a checkpoint was saved, --resume_from_checkpoint last goes on from it", file=sys.stderr)
         return INTERRUPTED
-    except (UserError, ValueError, RuntimeError) as error:
+    except (UserError, ValueError, TypeError, RuntimeError) as error:
         wants_traceback = os.environ.get("HF_DCSGD_TRACEBACK", "0") not in ("", "0")
         if wants_traceback or not (isinstance(error, UserError) or _raised_by_hf_dcsgd(error)):
             raise
         print(f"error: {'; '.join(part.strip() for part in str(error).splitlines() if part.strip())}", file=sys.stderr)
-        return USAGE_ERROR
+        return next((code for kind, code in _CODES.items() if isinstance(error, kind)), USAGE_ERROR)
     return 0
 
 

@@ -61,7 +61,7 @@ class LanguageDataArguments(GenerationArguments, FileArguments):
 
     def __post_init__(self) -> None:
         if not self.has_files:
-            raise UserError("give the data by --train_file, --validation_file or --test_file")
+            raise UserError("give the data by --train_file, --validation_file or --test_file, or by --dataset_name")
         if (self.prompt_column is None) != (self.completion_column is None) and self.test_file is None:
             raise UserError("--prompt_column and --completion_column belong together; give both")
         if self.chat_template is not None and not Path(self.chat_template).is_file():

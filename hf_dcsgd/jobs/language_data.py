@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from hf_dcsgd.jobs.errors import UserError, explained
 from hf_dcsgd.jobs.language_arguments import LanguageDataArguments
-from hf_dcsgd.jobs.text_data import TEXTS, first_present, read_file, require_owners
+from hf_dcsgd.jobs.text_data import TEXTS, first_present, load_splits, require_owners
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
 
 MESSAGES, PROMPT, TEXT = "messages", "prompt", "text"
@@ -41,9 +41,8 @@ def load_language_data(
     args: LanguageDataArguments, cache_dir: str | None = None, privacy_unit: str | None = None
 ) -> tuple[dict[str, Dataset], Columns]:
     """Read the files; return the splits by name, and which of their columns hold the text."""
-    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
     limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
-    splits = {name: read_file(path, cache_dir) for name, path in files.items() if path is not None}
+    splits = load_splits(args, cache_dir)
     columns = find_columns(args, next(iter(splits.values())).column_names)
     for name, rows in splits.items():
         wanted = columns.names[:1] if name == "test" else columns.names

@@ -22,7 +22,7 @@ from hf_dcsgd.jobs.generation import generate_texts
 from hf_dcsgd.jobs.language_arguments import LanguageDataArguments, LanguageModelArguments
 from hf_dcsgd.jobs.language_data import TEXT, RowFormat, load_language_data, tokenized, use_chat_template
 from hf_dcsgd.jobs.models import load_pretrained
-from hf_dcsgd.jobs.training import checkpoint_to_resume, make_trainer, publish, set_up, train
+from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, make_trainer, publish, set_up, train
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -55,6 +55,8 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
             name: tokenized(data[name], name, row_format, data_args, training_args.privacy_unit) for name in wanted
         }
     trainer = build_trainer(model, tokenizer, splits, training_args, non_private=data_args.non_private)
+    if look_ahead(trainer, data_args):
+        return {}
     results: dict[str, float] = {}
     if training_args.do_train:
         results |= train(trainer, checkpoint)

@@ -14,11 +14,12 @@ from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, EvalPrediction, Trainer
 
 from hf_dcsgd.jobs.arguments import DataTrainingArguments, JobParser, ModelArguments
-from hf_dcsgd.jobs.errors import UserError, exit_code_of, needs_extra
+from hf_dcsgd.jobs.errors import UserError, exit_code_of
 from hf_dcsgd.jobs.glue import Task
+from hf_dcsgd.jobs.metrics import text_metrics
 from hf_dcsgd.jobs.models import load_pretrained
 from hf_dcsgd.jobs.text_data import TextData, load_text_data, tokenized
-from hf_dcsgd.jobs.training import checkpoint_to_resume, make_trainer, publish, set_up, train
+from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, make_trainer, publish, set_up, train
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 
@@ -40,6 +41,8 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     with training_args.main_process_first(desc="tokenizing"):
         splits = {name: tokenized(data, name, tokenizer, data_args, training_args.privacy_unit) for name in wanted}
     trainer = build_trainer(model, tokenizer, data.task, splits, data_args, training_args)
+    if look_ahead(trainer, data_args):
+        return {}
     results: dict[str, float] = {}
     if training_args.do_train:
         results |= train(trainer, checkpoint)
@@ -102,13 +105,10 @@ def build_trainer(
 
 def metrics_of(task: Task) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return the task's metrics as a function for the trainer; GLUE's have a combined score where they are several."""
-    with needs_extra("evaluation"):
-        from hf_dcsgd.jobs.metrics import TextMetrics
-    metric = TextMetrics(config_name=",".join(task.metrics), keep_in_memory=True)
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         answers = answers_of(prediction.predictions, task)
-        values = metric.compute(predictions=answers, references=prediction.label_ids)
+        values = text_metrics(task.metrics, answers, np.asarray(prediction.label_ids))
         if len(values) > 1 and task.folder:
             values["combined_score"] = float(np.mean(list(values.values())))
         return values

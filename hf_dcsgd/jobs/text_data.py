@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, Value, load_dataset
 
-from hf_dcsgd.jobs.arguments import FILE_FORMATS, DataTrainingArguments
+from hf_dcsgd.jobs.arguments import FILE_FORMATS, DataTrainingArguments, FileArguments
 from hf_dcsgd.jobs.errors import UserError, explained
 from hf_dcsgd.jobs.glue import TASKS, Task, find_task, read_glue_folder, read_official_tsv
 
@@ -37,7 +37,7 @@ class TextData:
 def load_text_data(
     args: DataTrainingArguments, cache_dir: str | None = None, privacy_unit: str | None = None
 ) -> TextData:
-    """Load a GLUE task from a folder or the Hub, files of the user's own, or a task whose splits files replace.
+    """Load a GLUE task from a folder or the Hub, data of the user's own, or a task whose splits files replace.
 
     `privacy_unit` is a column of the training data that says whose a row is; it is no text.
     """
@@ -66,6 +66,30 @@ def _read_split(split: str, path: str, task: Task | None, cache_dir: str | None)
     if task is not None and Path(path).suffix.lower() == ".tsv":
         return read_official_tsv(task, Path(path), test=split.startswith("test"))
     return read_file(path, cache_dir)
+
+
+def load_splits(args: FileArguments, cache_dir: str | None = None) -> dict[str, Dataset]:
+    """Load the splits train, validation and test of a data set of the Hub, or of files, which come before it."""
+    files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
+    splits: dict[str, Dataset] = {}
+    if args.dataset_name is not None:
+        with explained(lambda error: no_dataset(args.dataset_name, error), Exception):
+            found = load_dataset(args.dataset_name, args.dataset_config_name, cache_dir=cache_dir)
+        splits = {name: found[name] for name in files if name in found}
+        if not splits:
+            raise UserError(
+                f"--dataset_name {args.dataset_name}: expected a split train, validation or test, found "
+                f"{', '.join(found)}"
+            )
+    return splits | {name: read_file(path, cache_dir) for name, path in files.items() if path is not None}
+
+
+def no_dataset(name: str | None, error: Exception) -> str:
+    """Say why a data set cannot be loaded."""
+    return (
+        f"cannot load --dataset_name {name}: there is no such folder, and the Hub cannot be reached or has no such "
+        f"data set (HF_HUB_OFFLINE must not be set). {type(error).__name__}: {_innermost(error)}"
+    )
 
 
 def read_file(path: str, cache_dir: str | None = None) -> Dataset:

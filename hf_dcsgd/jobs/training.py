@@ -11,8 +11,10 @@ from datasets.utils.logging import disable_progress_bar
 from huggingface_hub.errors import HTTPError
 from transformers import PreTrainedModel, Trainer
 
+from hf_dcsgd.jobs.arguments import FileArguments
 from hf_dcsgd.jobs.errors import UserError, explained
 from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.reporting.plan_table import describe_plan, describe_recipe
 from hf_dcsgd.reporting.report import format_spending
 from hf_dcsgd.runs.checkpoints import last_complete_checkpoint, require_complete
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers
@@ -77,6 +79,23 @@ def _cannot_reach_hub(error: Exception) -> str:
         "--push_to_hub: the repository cannot be made on the Hub, and nothing was trained. Check the network "
         f"(HF_HUB_OFFLINE must not be set), and log in by `hf auth login`. {' '.join(str(error).split())[:200]}"
     )
+
+
+def look_ahead(trainer: Trainer, data_args: FileArguments) -> bool:
+    """Say what training will take in time and memory; return whether that is all that was asked for (`--dry_run`)."""
+    if not isinstance(trainer, DCSGDTrainer) or trainer.train_dataset is None:
+        if data_args.dry_run:
+            raise UserError("--dry_run: there is no private training to plan; give training data, not --non_private")
+        return False
+    if data_args.dry_run:
+        plan = trainer.make_plan()
+        print(describe_plan(plan))
+        print(describe_recipe(trainer.args, plan))
+    if data_args.dry_run or (data_args.estimate and trainer.is_world_process_zero()):
+        print(trainer.estimate(data_args.max_seq_length), flush=True)
+    if data_args.dry_run:
+        print("Dry run: nothing was spent, nothing was written.")
+    return data_args.dry_run
 
 
 def train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:

@@ -30,6 +30,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.generic import find_labels
 
+from hf_dcsgd.tasks.dense_losses import ctc_losses, segmentation_losses
+from hf_dcsgd.tasks.no_loss import why_no_loss
+
 LossKind: TypeAlias = Literal[
     "single_label_classification",
     "multi_label_classification",
@@ -40,6 +43,8 @@ LossKind: TypeAlias = Literal[
     "seq2seq_lm",
     "question_answering",
     "multiple_choice",
+    "ctc",
+    "semantic_segmentation",
 ]
 LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
 Labels: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
@@ -55,7 +60,7 @@ _KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
     # These do not compute the usual loss of their kind: no shift, n-gram targets, a teacher. The user must say.
     (r"^(Bart|BigBirdPegasus|Blenderbot|BlenderbotSmall|MBart|Marian|Musicgen|MusicgenMelody)ForCausalLM$", "unusual"),
     (
-        r"^(CpmAnt|Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|XLNet|Flaubert)(With)?LMHead",
+        r"^(CpmAnt|Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|Flaubert)WithLMHead",
         "unusual",
     ),
     (r"ImageClassificationWithTeacher$", "unusual"),
@@ -63,7 +68,9 @@ _KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
     (r"ForTokenClassification$", "token_classification"),
     (r"ForQuestionAnswering(Simple)?$", "question_answering"),
     (r"ForMultipleChoice$", "multiple_choice"),
-    (r"ForMaskedLM$", "masked_lm"),
+    (r"ForCTC$", "ctc"),
+    (r"^(Segformer|DPT|MobileViT|MobileViTV2|MobileNetV2)ForSemanticSegmentation$", "semantic_segmentation"),
+    (r"ForMaskedLM$|^XLNetLMHeadModel$", "masked_lm"),
     (r"ForCausalLM$|LMHeadModel$|ModelWithLMHead$", "causal_lm"),
     (r"ForConditionalGeneration$|MTModel$|EncoderDecoderModel$", "seq2seq_lm"),
 )
@@ -100,6 +107,9 @@ def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | N
     # A decoder-only ForConditionalGeneration (images to text and the like) is not a seq2seq model.
     if kind in LOSS_KINDS and (kind != "seq2seq_lm" or model.config.is_encoder_decoder):
         return kind
+    reason = why_no_loss(type(model))
+    if reason is not None:
+        raise ValueError(f"the loss of {type(model).__name__} is none of single examples: {reason}")
     raise ValueError(
         f"no per-example loss is known for {type(model).__name__}; pass a function of (outputs, labels) that returns "
         f"one loss per example. Known kinds: {', '.join(LOSS_KINDS)}"
@@ -146,6 +156,10 @@ def per_example_losses(
         return _regression_losses(logits, labels)
     if kind == "multi_label_classification":
         return _multi_label_losses(logits, labels)
+    if kind == "ctc":
+        return ctc_losses(base, logits, labels, attention_mask)
+    if kind == "semantic_segmentation":
+        return segmentation_losses(base, logits, labels)
     if kind in _ONE_CLASS_PER_EXAMPLE:
         return _cross_entropies(logits, _matching(labels, logits.shape[:1]), label_smoothing)
     if kind == "causal_lm":
