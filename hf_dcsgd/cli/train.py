@@ -24,7 +24,6 @@ SHORT = {
     "epsilon": "target_epsilon",
     "delta": "target_delta",
     "epochs": "num_train_epochs",
-    "learning-rate": "learning_rate",
 }
 _GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "what": (
@@ -53,33 +52,44 @@ _GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "training": (
         ("recipe", "NAME", "where unset values come from: auto (default), paper, none"),
         ("epochs", "X", "how often to go through the data (default: by the recipe)"),
-        ("learning-rate", "X", "the learning rate (default: by the recipe)"),
+        ("learning_rate", "X", "the learning rate (default: by the recipe)"),
         ("trainable_layers", "LAYERS", "which layers are trained (default: last block, pooler, classifier)"),
         ("lora", "", "train low-rank adapters instead (needs hf-dcsgd[demo]; the default of text-generation)"),
         ("trunk_cache", "on|off", "keep what frozen layers make of the rows on disk: later epochs are faster"),
         ("bf16", "", "compute in bf16, also on a CPU"),
-        ("seed", "N", "of initial weights; noise and sampling have none"),
+        ("seed", "N", "of the head's first weights and of dropout; noise and sampling have no seed"),
         ("resume_from_checkpoint", "last", "go on with an interrupted run"),
     ),
 }
+
+
+class _OneSpelling(argparse.RawDescriptionHelpFormatter):
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        name = next(name for name in action.option_strings if name.startswith("--"))
+        return f"{name} {action.metavar or ''}".rstrip()
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a model on files or a data set, and write its privacy report",
-        usage="hf-dcsgd train FILE.yaml [OPTIONS] | hf-dcsgd train --task TASK --model MODEL … --output_dir DIR",
+        usage="hf-dcsgd train FILE.yaml [OPTIONS]\n"
+        "       hf-dcsgd train --task TASK --model MODEL --train_file FILE --output_dir DIR [OPTIONS]",
         description="Trains a model with differential privacy, evaluates it, and writes its privacy report.\n"
         "Options may stand in a YAML or JSON file, without the dashes; those that follow it have\n"
         "the last word. Options are written with - or _ between words.",
         epilog="exit codes:\n"
-        "  0 done   2 an option, a file or a budget to put right, nothing was spent   3 model or data\n"
-        "  cannot be trained privately   4 the budget is spent   130 interrupted   1 any other fault\n\n"
+        "  0    done\n"
+        "  1    a fault, with its traceback\n"
+        "  2    an option, a file or a budget must be put right; nothing was spent\n"
+        "  3    model, loss or data cannot be trained privately\n"
+        "  4    the budget is spent, or its ledger cannot be relied upon\n"
+        "  130  interrupted\n\n"
         "examples:\n"
         "  hf-dcsgd train --task text-classification --model bert-base-uncased --train_file mails.csv \\\n"
         "      --validation_file more.csv --epsilon 8 --output_dir out --dry_run\n"
         "  hf-dcsgd train out.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_OneSpelling,
         allow_abbrev=False,
     )
     _declare(parser)
@@ -88,17 +98,15 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def _declare(parser: argparse.ArgumentParser) -> None:
     """Add the options of the short help; their values are checked by the job."""
-    parser.add_argument("--dry_run", "--dry-run", nargs="?", const="true", metavar="", help=_DRY_RUN)
+    dry_run = "show plan, recipe, time and memory; spend nothing, train nothing"
+    parser.add_argument("--dry_run", "--dry-run", nargs="?", const="true", metavar="", help=dry_run)
     parser.add_argument("--help_all", "--help-all", action="store_true", help="show all options of a task")
     for title, options in _GROUPS.items():
         group = parser.add_argument_group(title)
         for name, metavar, text in options:
-            spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}"))
+            spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
             flag: Any = {"nargs": "?", "const": "true", "metavar": ""} if not metavar else {"metavar": metavar}
             group.add_argument(*spellings, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **flag)
-
-
-_DRY_RUN = "show plan, recipe, time and memory; spend nothing, train nothing"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -143,7 +151,7 @@ def _as_options(given: argparse.Namespace) -> list[str]:
     argv = []
     names = [name for options in _GROUPS.values() for name, _, _ in options if name != "task"]
     for name in names:
-        value = getattr(given, name.replace("-", "_"), None)
+        value = getattr(given, name, None)
         if value is not None:
             argv += [f"--{SHORT.get(name, name)}", value]
     return argv
