@@ -108,7 +108,7 @@ def test_a_file_holds_the_options_and_those_after_it_have_the_last_word(folder: 
     options = {
         "task": "token-classification", "model": str(folder / "bert"), "train_file": str(folder / "tagged.csv"),
         "validation_file": str(folder / "tagged_dev.csv"), "epsilon": 1e-3, "output_dir": str(tmp_path / "out"),
-        "cache_dir": str(tmp_path / "cache"),
+        "cache_dir": str(tmp_path / "cache"), "ignore_mismatched_sizes": True,
     }  # fmt: skip
     (tmp_path / "names.yaml").write_text(yaml.safe_dump(options))
     assert call(tmp_path / "names.yaml", "--epsilon", 8, *SHORT) == 0

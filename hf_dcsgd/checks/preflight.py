@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 3
 _UNITS_OF_ROWS = (0, 1, 2, 1, 2, 2)
+_DRAW_FOR_ALL = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
 _VARIANTS = 64  # of random numbers that a whole stack shares: enough to meet a probability of 0.1
 # How far the clipped sum of a stack may lie from that of its rows run alone, in units of the threshold.
 _TOLERANCE = 1e-3
@@ -70,6 +71,11 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             _check_rows_are_independent(step, clipper, batch)
             _check_nothing_is_remembered(step, batch)
             step.require_frozen_unchanged()
+    except BatchCouplingError as error:
+        hint = _settings_that_draw_for_all(model)
+        if hint is None:
+            raise
+        raise BatchCouplingError(f"{error}. {hint}") from error
     finally:
         step.train()
         step.clipper.reset_verification()  # on real examples, too
@@ -79,6 +85,14 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             "parameters; freeze them to avoid it): %s",
             ", ".join(sorted(step.clipper.slow_parameters)),
         )
+
+
+def _settings_that_draw_for_all(model: nn.Module) -> str | None:
+    """Name the settings of a model of speech that draw random numbers for a whole batch, and are not off."""
+    config: Any = getattr(model, "config", None)
+    found = [(name, getattr(config, name, None)) for name in _DRAW_FOR_ALL]
+    on = [f"{name}={value:g}" for name, value in found if isinstance(value, float) and value > 0]
+    return f"Set these to 0 in the model's config: {', '.join(on)}" if on else None
 
 
 def _makes_sense(step: PrivateStep, batch: Batch) -> bool:

@@ -68,4 +68,4 @@ def validate_inputs(
         map_style_length(train_dataset)
         reason = why_no_loss(type(model)) if per_example_loss_func is None else None
         if reason is not None:
-            raise ValueError(f"the loss of {type(model).__name__} is none of single examples: {reason}")
+            raise ValueError(f"{type(model).__name__} cannot be trained privately by its own loss: {reason}")

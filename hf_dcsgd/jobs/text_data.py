@@ -45,9 +45,11 @@ def load_text_data(
     subset = glue.subsets[0] if glue else ""
     files = {"train": args.train_file, f"validation{subset}": args.validation_file, f"test{subset}": args.test_file}
     as_official = glue if args.text_column is None else None
-    splits = {
-        name: _read_split(name, path, as_official, cache_dir) for name, path in files.items() if path is not None
-    }
+    if glue is None:
+        splits = load_splits(args, cache_dir)
+    else:
+        given = {name: path for name, path in files.items() if path is not None}
+        splits = {name: _read_split(name, path, as_official, cache_dir) for name, path in given.items()}
     if glue is not None and args.glue_dir is not None:
         splits = read_glue_folder(glue, Path(args.glue_dir)) | splits
     elif glue is not None and not splits:

@@ -109,7 +109,7 @@ def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | N
         return kind
     reason = why_no_loss(type(model))
     if reason is not None:
-        raise ValueError(f"the loss of {type(model).__name__} is none of single examples: {reason}")
+        raise ValueError(f"{type(model).__name__} cannot be trained privately by its own loss: {reason}")
     raise ValueError(
         f"no per-example loss is known for {type(model).__name__}; pass a function of (outputs, labels) that returns "
         f"one loss per example. Known kinds: {', '.join(LOSS_KINDS)}"

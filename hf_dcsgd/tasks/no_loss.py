@@ -1,4 +1,4 @@
-"""Models of transformers whose own loss is none of single examples, and why."""
+"""Models of transformers whose own loss cannot be told apart by examples, and why."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 
 
 def why_no_loss(model_class: type) -> str | None:
-    """Return why the loss that a model computes is none of single examples; None where nothing is known against it."""
+    """Return why the loss of a model is not one of each example; None where nothing is known against it."""
     for ancestor in model_class.__mro__:
         for pattern, reason in _REASONS:
             if re.search(pattern, ancestor.__name__):
