@@ -304,7 +304,9 @@ DATASETS = (
 )
 
 MODELS = (
-    Refused("a name for a model", bare("bert", train_dataset=feature_rows()), TypeError, "nn.Module.*got 'bert'"),
+    Refused(
+        "a name for a model", bare("bert", train_dataset=feature_rows()), TypeError, "got the name 'bert': load it"
+    ),
     Refused(
         "a class", bare(FeatureClassifier, train_dataset=feature_rows()), TypeError, "nn.Module.*FeatureClassifier"
     ),

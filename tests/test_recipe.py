@@ -13,7 +13,7 @@ from transformers import get_scheduler
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, PrivacyPlan, PrivateStep, recipe
 from hf_dcsgd.privacy.mechanism import DPMechanism
-from hf_dcsgd.reporting.plan_table import describe_recipe
+from hf_dcsgd.reporting.plan_table import describe_recipe, little_to_expect
 
 
 def cross_entropy(logits, labels):
@@ -58,7 +58,13 @@ def test_few_examples_get_a_rate_that_noise_allows_and_a_warning(tmp_path):
     assert travel.drift_per_rate * args.learning_rate == pytest.approx(recipe.LARGEST_DRIFT, rel=0.05)
     assert travel.per_rate * args.learning_rate < recipe.USEFUL_TRAVEL
     assert "WARNING" in describe_recipe(args, plan)
-    assert "2490 examples" in describe_recipe(args, plan)
+    assert "expect little: 2,490 examples at ε = 2 " in describe_recipe(args, plan)
+    warning = little_to_expect(args, plan)
+    assert warning is not None
+    assert warning.endswith("a model that was trained on similar public data")
+    given = arguments(tmp_path, target_epsilon=2, learning_rate=1e-4)
+    assert (little_to_expect(given, plan_of(given, 2_490)) or "").endswith("leaving learning_rate to the recipe")
+    assert little_to_expect(arguments(tmp_path, target_epsilon=8, optim="sgd"), plan) is None
 
 
 def test_little_noise_gets_a_usual_rate(tmp_path):

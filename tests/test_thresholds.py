@@ -464,7 +464,8 @@ def test_stalled_range_is_warned_of_once(caplog):
         for _ in range(3):
             strategy.update(counts)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "last histogram bin holds 39%" in caplog.text
+    assert "about 39% of the examples have larger norms" in caplog.text
+    assert "Leave out histogram_rule=paper" in caplog.text
 
 
 @pytest.mark.parametrize("make", [percentile_threshold, error_threshold])

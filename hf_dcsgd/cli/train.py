@@ -159,7 +159,8 @@ def _as_options(given: argparse.Namespace) -> list[str]:
 
 def _actions(given: argparse.Namespace) -> list[str]:
     """Train, and evaluate and predict where there are data for it."""
-    splits = {name for name in ("validation", "test") if hasattr(given, f"{name}_file")}
+    files = {"validation": "validation_file", "test": "test_file"}
+    splits = {name for name, option in files.items() if hasattr(given, option)}
     if hasattr(given, "dataset"):
         from datasets import get_dataset_split_names
 

@@ -60,7 +60,9 @@ def synthetic_batch(model: Any, kind: str, n: int, length: int) -> dict[str, Any
         )
     positions = getattr(config, "max_position_embeddings", None) or length
     length = max(min(length, positions - 4), 2)
-    tokens = torch.zeros(1, length, dtype=torch.long)
+    special = set(_config_tokens(model))  # these would stay as they are
+    ordinary = next((token for token in range(config.vocab_size) if token not in special), 0)
+    tokens = torch.full((1, length), ordinary)
     end = end_token(config)
     if end is not None:
         tokens[:, -1] = end

@@ -57,8 +57,8 @@ def load_token_data(
         limit = limits[name]
         splits[name] = rows if limit is None else rows.select(range(min(limit, len(rows))))
     rows = splits.get("train", next(iter(splits.values())))
-    words = _column(args.words_column, WORDS, rows, "words")
-    tags = _column(args.tags_column, TAGS, rows, "tags")
+    words = _column(args.words_column, WORDS, rows, "words_column")
+    tags = _column(args.tags_column, TAGS, rows, "tags_column")
     for name, part in splits.items():
         missing = [column for column in (words, tags) if column not in part.column_names]
         if missing:
@@ -68,12 +68,11 @@ def load_token_data(
     return TokenData(splits, words, tags, _labels(args, rows, tags))
 
 
-def _column(given: str | None, names: Sequence[str], rows: Dataset, what: str) -> str:
+def _column(given: str | None, names: Sequence[str], rows: Dataset, option: str) -> str:
     found = given or first_present(names, rows.column_names)
     if found is None:
         raise UserError(
-            f"cannot tell which column holds the {what} (columns: {', '.join(rows.column_names)}); give "
-            f"--{what}_column"
+            f"cannot tell which column is the {option} (columns: {', '.join(rows.column_names)}); give --{option}"
         )
     return found
 
