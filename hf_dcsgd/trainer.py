@@ -336,10 +336,14 @@ class DCSGDTrainer(PublishingTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss of an evaluation batch: transformers' own or, where it knows none, the mean over examples.
+        """Compute the loss of an evaluation batch.
 
         The number of items is not passed on: with it, transformers multiplies the loss by the number of processes.
         """
+        return self.evaluation_loss(model, inputs, return_outputs)
+
+    def evaluation_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """Compute transformers' own loss of an evaluation batch or, where it knows none, the mean over examples."""
         bare = self.accelerator.unwrap_model(model)
         knows_a_loss = isinstance(bare, PreTrainedModel) or hasattr(bare, "get_base_model")
         if self.per_example_loss_func is None and knows_a_loss:

@@ -22,7 +22,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("reporting",),
     ("trainer", "own_loop"),
-    ("seq2seq",),
+    ("seq2seq", "trl"),
     ("audit",),
     ("jobs",),
     ("cli",),

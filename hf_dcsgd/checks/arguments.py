@@ -63,6 +63,10 @@ def refuse_incompatible_arguments(args: TrainingArguments) -> None:
             args.neftune_noise_alpha is not None,
             "its noise on an example is scaled by the padded length of the batch, so examples affect each other",
         ),
+        "use_liger_kernel": (
+            args.use_liger_kernel,
+            "its kernels replace the layers, of which none then shows what each example adds; leave it at False",
+        ),
         "gradient_checkpointing_kwargs": (
             args.gradient_checkpointing and bool(checkpointing.get("use_reentrant")),
             "reentrant checkpointing hides the gradients of single layers; use {'use_reentrant': False}",

@@ -197,10 +197,11 @@ def with_rounded_lengths(collate: Collator, longest: int | None = None) -> Colla
     """Let a padding collator round the length of a row up to a public multiple, where it can and does not yet.
 
     Args:
-        collate: The data collator. Those of transformers that pad have `pad_to_multiple_of`; others stay as they are.
+        collate: The data collator. Those of transformers and TRL that pad have `pad_to_multiple_of`; others stay as
+            they are.
         longest: The longest row that the model takes: no row is padded beyond it.
     """
-    can_pad = getattr(getattr(collate, "tokenizer", None), "pad_token_id", None) is not None
+    can_pad = getattr(getattr(collate, "tokenizer", collate), "pad_token_id", None) is not None
     if not can_pad or getattr(collate, "pad_to_multiple_of", 1) is not None:
         return collate
     rounded: Any = copy.copy(collate)

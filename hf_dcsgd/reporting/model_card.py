@@ -56,6 +56,15 @@ _TRAINING_ARGUMENTS = (
     "max_grad_norm",
     "bf16",
 )
+_TRL_ARGUMENTS = (
+    "max_length",
+    "truncation_mode",
+    "completion_only_loss",
+    "assistant_only_loss",
+    "loss_type",
+    "dataset_text_field",
+    "eos_token",
+)
 _ALWAYS_SHOWN = ("per_device_train_batch_size", "learning_rate", "clipping")
 _WITHHELD = ("unsafe_noise_seed",)
 _NO_METRICS = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
@@ -68,6 +77,9 @@ class CardFacts:
     model_name: str
     usage: str
     arguments: Mapping[str, Any]
+    home: str = "hf_dcsgd"
+    trainer: str = "DCSGDTrainer"
+    arguments_class: str = "DCSGDTrainingArguments"
     model_code: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     task: str | None = None
@@ -189,6 +201,9 @@ def card_facts(trainer: PublishingTrainer, *, repo_id: str | None = None, **give
         usage=usage(base, repo_id or model_name, base_model, adapter=adapter, tokenizer=has_tokenizer),
         model_code=model_code(base, base_model, next(iter(adapters.values()), None)),
         arguments=training_arguments(trainer.args),
+        home=_home(type(trainer))[0],
+        trainer=_home(type(trainer))[1],
+        arguments_class=_home(type(trainer.args))[1],
         metrics=last_metrics(trainer.state.log_history),
         task=task,
         base_model=base_model,
@@ -200,6 +215,12 @@ def card_facts(trainer: PublishingTrainer, *, repo_id: str | None = None, **give
         dataset_ids=_listed(summary.dataset_tags),
         dataset_names=_listed(summary.dataset),
     )
+
+
+def _home(kind: type) -> tuple[str, str]:
+    """Return where the nearest class of this package is imported from, and its name: users subclass."""
+    known = next(parent for parent in kind.__mro__ if parent.__module__.startswith("hf_dcsgd."))
+    return "hf_dcsgd.trl" if known.__module__.startswith("hf_dcsgd.trl.") else "hf_dcsgd", known.__name__
 
 
 def task_of(class_name: str) -> str | None:
@@ -228,9 +249,10 @@ def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def training_arguments(args: DCSGDTrainingArguments) -> dict[str, Any]:
     """Return the arguments that tell how to train such a model again, where they differ from their defaults."""
-    defaults = {option.name: option.default for option in dataclasses.fields(DCSGDTrainingArguments)}
+    defaults = {option.name: option.default for option in dataclasses.fields(args)}
     names = [name for name in args.privacy_options() if name not in _WITHHELD]
-    values = {name: getattr(args, name) for name in (*names, *_TRAINING_ARGUMENTS)}
+    names += [name for name in (*_TRAINING_ARGUMENTS, *_TRL_ARGUMENTS) if name in defaults]
+    values = {name: getattr(args, name) for name in names}
     return {
         name: plain_value(value)
         for name, value in values.items()

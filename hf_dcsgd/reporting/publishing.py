@@ -291,4 +291,7 @@ def without_secrets(args: DCSGDTrainingArguments) -> DCSGDTrainingArguments:
     public = copy.copy(args)
     public.seed, public.data_seed, public.unsafe_noise_seed = TrainingArguments.seed, None, None
     public.hub_token = None
+    loading: Any = getattr(args, "model_init_kwargs", None)  # TRL's
+    if isinstance(loading, Mapping):
+        vars(public)["model_init_kwargs"] = {name: value for name, value in loading.items() if name != "token"}
     return public
