@@ -8,7 +8,7 @@ RUNS   := $(VENV)/.installed-to-run
 # without it, every process that is started compiles torch and transformers anew.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TRANSFORMERS_VERBOSITY=error
 
-.PHONY: help install demo test test-slow check format bench docs wheel clean
+.PHONY: help install demo test test-slow test-release check format bench docs wheel clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,17 @@ test: $(STAMP)  ## the default test suite
 
 test-slow: $(STAMP)  ## everything marked slow, and counts of the faults and bad inputs that were tried
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m 'slow or proof' -n auto --dist loadgroup --timeout 3600
+
+# What rests on transformers: the seams of the trainer, the losses, the layers, the Hub.
+SEAMS := transformers_surface callbacks training_args trainer trainer_features trainer_leaks trainer_resume search_cost hub losses \
+	ghost_models trunk_cache
+OTHER := $(VENV)/transformers-$(TRANSFORMERS)
+
+test-release: $(STAMP)  ## the tests that rest on transformers, with another release: TRANSFORMERS=5.4.0
+	grep -viE '^(transformers|tokenizers|huggingface[-_]hub)==' constraints.txt > $(VENV)/other-constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target $(OTHER) \
+		--constraint $(VENV)/other-constraints.txt transformers==$(TRANSFORMERS)
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OTHER) $(BIN)/python -m pytest -q -n auto --dist loadscope $(SEAMS:%=tests/test_%.py)
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

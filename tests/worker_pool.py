@@ -41,7 +41,8 @@ def clean_environment(**more: str) -> dict[str, str]:
     """This environment without what a launcher of these tests, or the user's account on the Hub, may have set."""
     unwanted = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_CACHE")
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    paths = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in (REPOSITORY, Path(__file__).parent))}
+    folders = (str(REPOSITORY), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
+    paths = {"PYTHONPATH": os.pathsep.join(folder for folder in folders if folder)}
     return {name: value for name, value in os.environ.items() if name not in unwanted} | quiet | paths | more
 
 
