@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_dcsgd.ghost import UnsupportedModelError as UnsupportedModelError
     from hf_dcsgd.ghost import register_rule as register_rule
     from hf_dcsgd.own_loop import PrivateRun as PrivateRun
-    from hf_dcsgd.privacy.accounting import register_accountant as register_accountant
+    from hf_dcsgd.privacy.accountants import register_accountant as register_accountant
     from hf_dcsgd.privacy.ledger import LedgerError as LedgerError
     from hf_dcsgd.privacy.mechanism import BudgetExhausted as BudgetExhausted
     from hf_dcsgd.privacy.plan import PrivacyPlan as PrivacyPlan
@@ -35,7 +35,7 @@ _EXPORTS = {
     "clipping": "ClippingThreshold NormClipping PublicNumbers SideQuery StrategyOption register_strategy",
     "ghost": "BatchCouplingError Dense GhostClipper OneHotRows Outer UnsupportedModelError register_rule",
     "own_loop": "PrivateRun",
-    "privacy.accounting": "register_accountant",
+    "privacy.accountants": "register_accountant",
     "privacy.ledger": "LedgerError",
     "privacy.mechanism": "BudgetExhausted",
     "privacy.plan": "PrivacyPlan",

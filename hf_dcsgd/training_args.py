@@ -25,7 +25,8 @@ from hf_dcsgd.checks.arguments import (
 )
 from hf_dcsgd.checks.environment import refuse_sharding_environment
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
-from hf_dcsgd.privacy.accounting import ACCOUNTANTS, planned_steps
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS
+from hf_dcsgd.privacy.accounting import planned_steps
 from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
 from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, expected_batch_size, fixed_values, split_batch
 from hf_dcsgd.validation import require, require_count, require_one_of
@@ -90,7 +91,7 @@ class DCSGDTrainingArguments(TrainingArguments):
 
     scale_free_gradient: bool = _option(
         None,
-        "Divide the released gradient by its threshold, a public number: the way of the threshold then stays out of "
+        "Divide the released gradient by its threshold, a public number: moves of the threshold then stay out of "
         "the optimizer's state. Default: by the recipe, on for auto.",
     )
 

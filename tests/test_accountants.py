@@ -10,18 +10,20 @@ import pytest
 from absl import logging as absl_logging
 from dp_accounting import rdp
 
-from hf_dcsgd.privacy import accounting
-from hf_dcsgd.privacy.accounting import (
+from hf_dcsgd.privacy import accountants
+from hf_dcsgd.privacy.accountants import (
     RDP_ORDERS,
-    AccountedRun,
-    calibrate_noise_multiplier,
-    composed_epsilon,
-    epsilon_spent,
     pld_epsilon,
     pld_interval,
     rdp_epsilon,
     rdp_of_one_step,
     register_accountant,
+)
+from hf_dcsgd.privacy.accounting import (
+    AccountedRun,
+    calibrate_noise_multiplier,
+    composed_epsilon,
+    epsilon_spent,
     smallest_noise_multiplier,
 )
 
@@ -72,7 +74,7 @@ def test_orders_that_do_not_converge_are_left_out_in_silence(absl_messages: list
 
 
 def test_other_absl_messages_still_come_through(absl_messages: list[str]):
-    with accounting.suppress_order_warnings():
+    with accountants.suppress_order_warnings():
         absl_logging.warning("something else")
     assert absl_messages == ["something else"]
 
@@ -184,7 +186,7 @@ def test_a_coarser_grid_only_adds():
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch):
     """Registers accountants for one test."""
-    monkeypatch.setattr(accounting.ACCOUNTANTS, "_values", dict(accounting.ACCOUNTANTS._values))
+    monkeypatch.setattr(accountants.ACCOUNTANTS, "_values", dict(accountants.ACCOUNTANTS._values))
     return register_accountant
 
 

@@ -12,7 +12,7 @@ from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import stats
 
 from hf_dcsgd.clipping.dc_sgd import default_histogram_noise_multiplier
-from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS, RDP_ORDERS
 from hf_dcsgd.privacy.accounting import (
     AccountedRun,
     calibrate_noise_multiplier,
@@ -52,7 +52,7 @@ def step_event(sampling_rate: float, noise_multipliers: list[float]) -> dp_accou
 
 
 def opacus_epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
-    orders = list(accounting.RDP_ORDERS)
+    orders = list(RDP_ORDERS)
     spent = opacus_rdp.compute_rdp(q=sampling_rate, noise_multiplier=noise_multiplier, steps=steps, orders=orders)
     return float(opacus_rdp.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0])
 
@@ -100,7 +100,7 @@ def test_two_separately_sampled_events_under_report():
     """Why a step is one Poisson sample with two releases: as two samples it would seem to cost 1.938 instead of 2."""
     sigma = calibrate_noise_multiplier(epsilon=2, steps=T, **QNLI)
     sigma_t = grad_noise_multiplier(sigma, {"histogram_noise_multiplier": 5.0})
-    separate = rdp.RdpAccountant(accounting.RDP_ORDERS)
+    separate = rdp.RdpAccountant(RDP_ORDERS)
     for multiplier in (sigma_t, 5.0):
         separate.compose(step_event(QNLI["sampling_rate"], [multiplier]), T)
     assert separate.get_epsilon(QNLI["delta"]) == pytest.approx(1.938, abs=5e-4)
@@ -114,7 +114,7 @@ def test_two_separately_sampled_events_under_report():
 def test_composed_releases_cost_one_gaussian(sigma: float, side: float, rate: float, steps: int, delta: float):
     sigma_t = grad_noise_multiplier(sigma, {"histogram_noise_multiplier": side})
     event = step_event(rate, [sigma_t, side])
-    orders = accounting.RDP_ORDERS[10:150:20]  # integers and fractions; few, for speed
+    orders = RDP_ORDERS[10:150:20]  # integers and fractions; few, for speed
     composed = rdp.RdpAccountant(orders).compose(event, steps)
     single = rdp.RdpAccountant(orders).compose(step_event(rate, [sigma]), steps)
     np.testing.assert_allclose(composed.rdp, single.rdp, rtol=1e-8)
@@ -246,7 +246,7 @@ def test_pld_calibration_is_safe_and_tight(epsilon: float, delta: float, rate: f
     assert epsilon_spent(noise_multiplier=sigma * (1 - 1e-4), **budget) > epsilon
 
 
-@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_edges_of_epsilon(accountant: str):
     run = {"sampling_rate": 0.1, "delta": 1e-5, "accountant": accountant}
     assert epsilon_spent(noise_multiplier=1.0, steps=0, **run) == 0.0
@@ -257,10 +257,10 @@ def test_edges_of_epsilon(accountant: str):
 # --- several runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_composed_runs_cost_what_dp_accounting_says(accountant: str):
     runs = [AccountedRun(2.0, 0.1, 300), AccountedRun(3.0, 0.2, 100), AccountedRun(1.0, 0.1, 0)]
-    reference = rdp.RdpAccountant(accounting.RDP_ORDERS) if accountant == "rdp" else pld.PLDAccountant()
+    reference = rdp.RdpAccountant(RDP_ORDERS) if accountant == "rdp" else pld.PLDAccountant()
     for run in runs[:2]:
         reference.compose(step_event(run.sampling_rate, [run.noise_multiplier]), run.steps)
     assert composed_epsilon(runs, 1e-5, accountant) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-3)

@@ -15,7 +15,7 @@ from torch import nn
 from hf_dcsgd import GhostClipper, PrivacyPlan
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.ghost.registry import rule_for
-from hf_dcsgd.privacy.accounting import ACCOUNTANTS
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.privacy.mechanism import DPMechanism
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -21,7 +21,7 @@ from transformers import HfArgumentParser, TrainerCallback
 import hf_dcsgd
 from hf_dcsgd.audit import audit_strategy, audit_trainer
 from hf_dcsgd.clipping import STRATEGIES
-from hf_dcsgd.privacy.accounting import ACCOUNTANTS
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.reporting.plan_table import describe_plan
 
 OURS = {"clipping": "linear_decay", "clipping_options": {"final_share": 0.25}, "accountant": "few_orders"}

@@ -33,7 +33,7 @@ def by_hand(accountant: dp_accounting.PrivacyAccountant, runs: list[AccountedRun
 @pytest.fixture(autouse=True)
 def coarse_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The PLD accountant on few points: quick, and good to three digits."""
-    monkeypatch.setattr("hf_dcsgd.privacy.accounting.pld_interval", lambda *run: 2e-3)
+    monkeypatch.setattr("hf_dcsgd.privacy.accountants.pld_interval", lambda *run: 2e-3)
 
 
 def test_rdp_composition() -> None:

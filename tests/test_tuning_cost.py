@@ -11,7 +11,8 @@ from opacus.accountants.analysis import rdp as opacus_rdp
 from scipy import optimize
 
 from hf_dcsgd.privacy import tuning_cost as tuning
-from hf_dcsgd.privacy.accounting import RDP_ORDERS, AccountedRun, calibrate_noise_multiplier, epsilon_spent
+from hf_dcsgd.privacy.accountants import RDP_ORDERS
+from hf_dcsgd.privacy.accounting import AccountedRun, calibrate_noise_multiplier, epsilon_spent
 from hf_dcsgd.privacy.tuning_cost import METHODS, tuning_cost, tuning_costs
 
 N, B, T = 104743, 256, 2045

@@ -78,7 +78,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from hf_dcsgd.privacy.accounting import ACCOUNTANTS
+    from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 
     require(
         (arguments.units is None) == (arguments.rows_per_unit is None),

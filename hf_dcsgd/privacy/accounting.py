@@ -5,7 +5,7 @@ releases several Gaussian answers about *one* Poisson sample; by Theorem 1 of th
 a single Gaussian with multiplier σ = (Σ σ_k⁻²)^(−1/2) costs on that sample. σ (`noise_multiplier`) is therefore the
 only multiplier that is ever accounted. Feeding the accountant σ_T, or two separately sampled events, under-reports ε.
 
-An accountant is a function `(event, delta) -> ε` that bounds ε from above, known by its name (`register_accountant`).
+Accountants are in `accountants.py`.
 
 | edge case | result |
 |---|---|
@@ -15,35 +15,20 @@ An accountant is a function `(event, delta) -> ε` that bounds ε from above, kn
 | δ below what the PLD accountant truncates (about 1e-15) | ε = inf there: calibration reports an unmeetable budget |
 """
 
-import contextlib
 import functools
-import inspect
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
-from dp_accounting import DpEvent, pld, rdp
-from scipy import optimize, special, stats
+from dp_accounting import DpEvent
+from scipy import optimize, stats
 
-from hf_dcsgd.plugins import Registry
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS, Accountant, composed, has_grid, rdp_epsilon
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
 
-Accountant = Callable[..., float]
-ACCOUNTANTS: Registry[Accountant] = Registry("accountant")
 MAX_NOISE_MULTIPLIER = 1e6  # a search for σ gives up beyond it
-
-# Tenths where large budgets find their optimum, integers for usual ones, then ever wider steps (never over 7%) for
-# small budgets and for the tiny δ that Liu & Talwar's tuning bound asks of a run (cut at 63: σ of 3.245 for 2.387).
-LOW_RDP_ORDERS: tuple[float, ...] = (*(1 + tenths / 10 for tenths in range(1, 100)), *map(float, range(11, 64)))
-HIGH_RDP_ORDERS: tuple[float, ...] = tuple(
-    map(float, (*range(64, 256, 4), *range(256, 512, 16), *range(512, 1025, 32)))
-)
-RDP_ORDERS = LOW_RDP_ORDERS + HIGH_RDP_ORDERS
-_RDP_RESOLUTION = 1e-14  # rounding error of one step's Rényi divergence; charged on top, so that it cannot favor us
-_PLD_GRID_POINTS = 2e5  # for one step, at most
 _GRID_SCALES = (1.0, 10.0, 100.0)  # the grid of the result, and coarser ones to find it by
 
 
@@ -163,14 +148,14 @@ def composed_epsilon(
     if min(run.noise_multiplier for run in charged) == 0:
         return math.inf
     events = tuple(run.event for run in charged)
-    return _epsilon(function, events[0] if len(events) == 1 else _composed(*events), float(delta), grid_scale)
+    return _epsilon(function, events[0] if len(events) == 1 else composed(*events), float(delta), grid_scale)
 
 
 @functools.lru_cache(maxsize=4096)
 def _epsilon(function: Accountant, event: DpEvent, delta: float, grid_scale: float = 1.0) -> float:
     """Return what an accountant says; a scale for its grid is for those that have one."""
     try:
-        found = function(event, delta, grid_scale=grid_scale) if _has_grid(function) else function(event, delta)
+        found = function(event, delta, grid_scale=grid_scale) if has_grid(function) else function(event, delta)
     except dp_accounting.UnsupportedEventError as error:
         raise ValueError(f"{function.__name__} cannot account for a group of rows; use accountant='pld'") from error
     epsilon = float(found)
@@ -208,7 +193,7 @@ def _calibrated(
     def spent(sigma: float, grid_scale: float = 1.0) -> float:
         return _epsilon(function, AccountedRun(sigma, rate, steps, group_size).event, delta, grid_scale)
 
-    if not _has_grid(function):
+    if not has_grid(function):
         return smallest_noise_multiplier(spent, epsilon)
     guess = group_size * (_calibrated(rdp_epsilon, epsilon, delta, rate, steps) or 1.0)
     # The fine grid is slower still for a group, and the next one is good to a fraction of a percent.
@@ -268,127 +253,6 @@ def smallest_noise_multiplier(
     return min(root, high)
 
 
-# -- accountants ------------------------------------------------------------------------------------------------------
-
-
-def register_accountant(name: str, function: Accountant) -> None:
-    """Make an accountant known by a name, for arguments, plans and reports.
-
-    Args:
-        name: What `accountant=` calls it.
-        function: `function(event, delta)` returns an upper bound on ε of a `dp_accounting.DpEvent` for adding or
-            removing one example: `SelfComposedDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(σ)), steps)` for a run
-            (the bare Gaussian where q = 1), a `ComposedDpEvent` of these for several. If it also takes the keyword
-            `grid_scale`, values above 1 ask for a quicker, looser bound, for curves and logs.
-    """
-    require(callable(function), f"expected a function for accountant {name!r}, got {function!r}")
-    ACCOUNTANTS.add(name, function)
-
-
-def rdp_epsilon(event: DpEvent, delta: float) -> float:
-    """Return ε by Rényi divergences over `RDP_ORDERS`, without the slow high orders where they cannot help."""
-    parts, best = list(_parts(event)), math.inf
-    for first in (0, *range(len(LOW_RDP_ORDERS), len(RDP_ORDERS), 16)):
-        orders = LOW_RDP_ORDERS if first == 0 else RDP_ORDERS[first : first + 16]
-        divergences = np.sum([count * rdp_of_one_step(step, orders) for step, count in parts], axis=0)
-        best = min(best, float(rdp.compute_epsilon(orders, divergences, delta)[0]))
-        # Divergence rises with the order, and an order's ε is less than 0.1 below its divergence from order 64 on.
-        if divergences[-1] > best + 0.1:
-            break
-    return best
-
-
-@functools.lru_cache(maxsize=4096)
-def rdp_of_one_step(step: DpEvent, orders: tuple[float, ...] = RDP_ORDERS) -> np.ndarray:
-    """Return the Rényi divergence of one step at each order: inf where dp_accounting has none to offer."""
-    accountant = rdp.RdpAccountant(orders)
-    with suppress_order_warnings():
-        accountant.compose(with_rounding_error(step, 1))
-    divergences: np.ndarray = accountant.rdp
-    divergences.setflags(write=False)  # the cache hands out this very array
-    return divergences
-
-
-def with_rounding_error(event: DpEvent, steps: int) -> DpEvent:
-    """Charge the rounding error of Rényi divergences as a release: negative ones would pass for perfect privacy."""
-    return _composed(event, dp_accounting.ZCDpEvent(rho=0.0, xi=_RDP_RESOLUTION * steps))
-
-
-@contextlib.contextmanager
-def suppress_order_warnings() -> Iterator[None]:
-    """Silence warnings about fractional orders that do not converge: dp_accounting leaves them out, which is sound."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "failed to converge" not in str(record.msg)
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
-def pld_epsilon(event: DpEvent, delta: float, *, grid_scale: float = 1.0) -> float:
-    """Return ε by privacy loss distributions on a grid, rounded pessimistically; inf for a δ too small."""
-    parts = list(_parts(event))
-    interval = grid_scale * min(pld_interval(step, count) for step, count in parts)
-    accountant = pld.PLDAccountant(value_discretization_interval=interval)
-    for step, count in parts:
-        accountant.compose(step, count)
-    return float(accountant.get_epsilon(delta))
-
-
-def pld_interval(step: DpEvent, count: int) -> float:
-    """Return the spacing of the grid of privacy losses: 2e-4, finer for tiny losses, coarser for huge ones.
-
-    A tenth of the standard deviation of one step's loss, so that rounding does not outweigh it, but no more points
-    than `_PLD_GRID_POINTS` up to the loss at ten standard deviations of noise.
-    """
-    if isinstance(step, dp_accounting.dp_event.MixtureOfGaussiansDpEvent):
-        return _mixture_interval(step)
-    sampled = isinstance(step, dp_accounting.PoissonSampledDpEvent)
-    rate, gaussian = (step.sampling_probability, step.event) if sampled else (1.0, step)
-    # Without sampling, all steps are one Gaussian.
-    sigma = gaussian.noise_multiplier if sampled else gaussian.noise_multiplier / math.sqrt(count)
-    deviation = rate * math.sqrt(math.expm1(min(sigma**-2, 100.0)))
-    largest = np.logaddexp(0.0, math.log(rate) + 10 / sigma + 0.5 / sigma**2)
-    return float(max(min(2e-4, deviation / 10), largest / _PLD_GRID_POINTS))
-
-
-def _mixture_interval(step: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> float:
-    """Return that spacing for a mixture of Gaussians, ten times wider: its loss is inverted point by point."""
-    sigma, shifts, probabilities = step.standard_deviation, np.array(step.sensitivities), np.array(step.sampling_probs)
-    exponents = np.minimum(np.outer(shifts, shifts) / sigma**2, 100.0)
-    deviation = math.sqrt(probabilities @ np.expm1(exponents) @ probabilities)
-    farthest = shifts.max() + 10 * sigma
-    largest = special.logsumexp((shifts * farthest - 0.5 * shifts**2) / sigma**2, b=probabilities)
-    return float(max(min(1e-3, deviation / 10), largest / _PLD_GRID_POINTS))
-
-
-def _parts(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
-    """Yield the steps that a run or several runs consist of, and how often each is taken."""
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        yield from _parts(event.event, count * event.count)
-    elif isinstance(event, dp_accounting.ComposedDpEvent):
-        for part in event.events:
-            yield from _parts(part, count)
-    else:
-        yield event, count
-
-
-def _composed(*events: DpEvent) -> DpEvent:
-    return dp_accounting.ComposedDpEvent(events)  # a tuple, not a list: events are keys of caches
-
-
-def _has_grid(function: Accountant) -> bool:
-    return "grid_scale" in inspect.signature(function).parameters
-
-
 def _require_sampling_rate(sampling_rate: float) -> float:
     require(0 < sampling_rate <= 1, f"expected 0 < sampling_rate <= 1, got {sampling_rate}")
     return float(sampling_rate)
-
-
-register_accountant("rdp", rdp_epsilon)
-register_accountant("pld", pld_epsilon)

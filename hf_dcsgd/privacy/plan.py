@@ -15,6 +15,7 @@ from typing import Any
 from hf_dcsgd.clipping import PublicNumbers, strategy
 from hf_dcsgd.clipping.dc_sgd import default_histogram_noise_multiplier
 from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
 
 # What a plan may say against itself; each voids the guarantee, and the report repeats it.
@@ -58,6 +59,11 @@ class PrivacyUnit:
         """Whether rows are drawn and clipped one by one, and a unit is a group of `max_rows` of them."""
         return self.clipping == BY_ROW
 
+    @property
+    def group_size(self) -> int:
+        """How many examples that are drawn one by one belong to a unit, at most."""
+        return self.max_rows if self.by_row else 1
+
 
 @dataclass(frozen=True)
 class PrivacyPlan:
@@ -87,7 +93,7 @@ class PrivacyPlan:
             require_count(name, getattr(self, name))
         require_fraction("delta", self.delta)
         require_non_negative("noise_multiplier", self.noise_multiplier)
-        accounting.ACCOUNTANTS.find(self.accountant)
+        ACCOUNTANTS.find(self.accountant)
         for name in ("target_epsilon", "loss_clip", "loss_noise_multiplier"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
@@ -175,7 +181,7 @@ class PrivacyPlan:
                 sampling_rate=expected_batch_size / dataset_size,
                 steps=steps,
                 accountant=accountant,
-                group_size=unit.max_rows if unit is not None and unit.by_row else 1,
+                group_size=1 if unit is None else unit.group_size,
             )
         require_non_negative("noise_multiplier", sigma)
         if loss_clip is not None and loss_noise_multiplier is None:
@@ -223,7 +229,7 @@ class PrivacyPlan:
     @property
     def group_size(self) -> int:
         """How many examples that are drawn one by one belong to a unit of privacy, at most."""
-        return self.unit.max_rows if self.unit is not None and self.unit.by_row else 1
+        return 1 if self.unit is None else self.unit.group_size
 
     @property
     def num_units(self) -> int:

@@ -26,15 +26,12 @@ from typing import Any
 from dp_accounting import rdp
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
+from hf_dcsgd.privacy.accountants import LOW_RDP_ORDERS, RDP_ORDERS, suppress_order_warnings, with_rounding_error
 from hf_dcsgd.privacy.accounting import (
-    LOW_RDP_ORDERS,
-    RDP_ORDERS,
     AccountedRun,
     calibrate_noise_multiplier,
     epsilon_spent,
     smallest_noise_multiplier,
-    suppress_order_warnings,
-    with_rounding_error,
 )
 from hf_dcsgd.validation import require, require_count, require_fraction, require_one_of, require_positive
 
@@ -106,17 +103,17 @@ def tuning_costs(**budget: Any) -> list[TuningCost]:
 
 
 def _lt_cutoff(runs: int) -> float:
-    """T, the hard limit on the number of runs: ln(1/δ₂)/γ with γ = 1/(2G)."""
+    """Return T, the hard limit on the number of runs: ln(1/δ₂)/γ with γ = 1/(2G)."""
     return 2 * runs * math.log(1 / _LT_DELTA_2)
 
 
 def _lt_per_run_delta(delta: float, runs: int) -> float:
-    """δ₁ from δ = 3√(2δ₁)T + δ₂; 0 when δ₂ alone takes all of δ."""
+    """Return δ₁ from δ = 3√(2δ₁)T + δ₂; 0 when δ₂ alone takes all of δ."""
     return (max(delta - _LT_DELTA_2, 0.0) / (3 * _lt_cutoff(runs))) ** 2 / 2
 
 
 def _calibrated(epsilon: float, delta: float, sampling_rate: float, steps: int) -> float | None:
-    """σ by RDP, or None when what the bound leaves over is nothing, or nothing that noise could meet."""
+    """Return σ by RDP, or None when what the bound leaves over is nothing, or nothing that noise could meet."""
     if epsilon <= 0 or delta <= 0:
         return None
     try:
