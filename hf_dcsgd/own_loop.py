@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from hf_dcsgd.data.loading import poisson_dataloader, restack
 from hf_dcsgd.data.rows import Batch, Collator
 from hf_dcsgd.privacy.mechanism import NoisyRelease
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
+from hf_dcsgd.privacy.sampling import map_style_length
 from hf_dcsgd.reporting.report import try_to_write_report
 from hf_dcsgd.reporting.run_record import RecordedRun
+from hf_dcsgd.runs.rows import poisson_sampler
 from hf_dcsgd.runs.start import start_run
 from hf_dcsgd.runs.trace import append_to_trace
 from hf_dcsgd.step import PrivateStep
@@ -86,20 +86,15 @@ class PrivateRun:
         self._record = RecordedRun.start(self._directory, self._step, "as_is", is_main_process=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._record.end()
         self.report = try_to_write_report(self._directory)
 
     def batches(self) -> Iterator[list[Batch]]:
         """Yield one logical batch per planned step: a list of stacks, which may be empty."""
-        plan = self.plan
-        sampler = PoissonBatchSampler(
-            plan.dataset_size, plan.expected_batch_size, steps=plan.steps, unsafe_seed=plan.unsafe_noise_seed
-        )
+        sampler = poisson_sampler(self.plan, steps=self.plan.steps)
         loader = iter(poisson_dataloader(self._rows, sampler, self._collate))
-        for _ in range(plan.steps):
+        for _ in range(self.plan.steps):
             with self._step.randomness():
                 drawn = next(loader)
             yield restack([drawn], self._largest)[0]

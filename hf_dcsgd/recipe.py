@@ -46,7 +46,7 @@ _FIXED: dict[str, dict[str, tuple[Any, str]]] = {
         "num_train_epochs": (EPOCHS, "more epochs need more noise in each step"),
         "lr_scheduler_type": ("linear", "noise of the last steps stays in the weights"),
         "accountant": ("pld", "the tightest"),
-        "scale_free_gradient": (True, "the way of the threshold stays out of the optimizer's state"),
+        "scale_free_gradient": (True, "moves of the threshold stay out of the optimizer's state"),
     },
     PAPER: {
         "num_train_epochs": (5.0, "as in the paper"),

@@ -21,31 +21,31 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_positive(name: str, value: float) -> float:
-    """`value` as a float, which must be finite and above zero."""
+    """Return `value` as a float; it must be finite and above zero."""
     require(math.isfinite(value) and value > 0, f"expected a finite {name} > 0, got {value}")
     return float(value)
 
 
 def require_non_negative(name: str, value: float) -> float:
-    """`value` as a float, which must be finite and not below zero."""
+    """Return `value` as a float; it must be finite and not below zero."""
     require(math.isfinite(value) and value >= 0, f"expected a finite {name} >= 0, got {value}")
     return float(value)
 
 
 def require_fraction(name: str, value: float) -> float:
-    """`value` as a float, which must lie strictly between 0 and 1."""
+    """Return `value` as a float; it must lie strictly between 0 and 1."""
     require(0 < value < 1, f"expected 0 < {name} < 1, got {value}")
     return float(value)
 
 
 def require_count(name: str, value: int, minimum: int = 1) -> int:
-    """`value` as an int, which must be whole and at least `minimum`."""
+    """Return `value` as an int; it must be whole and at least `minimum`."""
     require(value == int(value) and value >= minimum, f"expected a whole {name} >= {minimum}, got {value}")
     return int(value)
 
 
 def require_one_of(name: str, value: str, choices: Collection[str]) -> str:
-    """`value`, which must be one of the choices."""
+    """Return `value`; it must be one of the choices."""
     require(value in choices, f"expected {name} to be one of {', '.join(choices)}, got {value!r}")
     return value
 

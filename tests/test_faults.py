@@ -288,7 +288,7 @@ def test_a_read_only_output_directory_is_refused_before_anything_is_released(
         ("edit", "was changed"),
         ("remove a line", "was changed"),
         ("empty", "found none"),
-        ("garbage", "expected a run|was changed|not a ledger line"),
+        ("garbage", "expected a run|was changed|is not an entry"),
     ],
 )
 def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str, count: Count) -> None:

@@ -135,12 +135,15 @@ def private_uses(tree: ast.AST, members_elsewhere: set[str]) -> Iterator[str]:
     ]
     imported = {alias.asname or alias.name for node in imports for alias in node.names}
     yield from sorted(name for name in imported if is_private(name))
+    texts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             of_module = isinstance(node.value, ast.Name) and node.value.id in imported
             if of_module or node.attr in foreign:
                 yield f"{ast.unparse(node)} (line {node.lineno})"
-        elif isinstance(node, ast.Constant) and node.value in foreign:  # getattr, setattr, __dict__
+        elif (
+            isinstance(node, ast.Constant) and node.value in foreign and id(node) not in texts
+        ):  # getattr, setattr, __dict__
             yield f"{node.value!r} (line {node.lineno})"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from tiny_tasks import (
     tiny_bert,
 )
 from torch import nn
+from worker_pool import WorkerPool
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
@@ -225,20 +224,19 @@ def test_plain_modules_are_known_by_their_tensors(tmp_path: Path) -> None:
     assert charged(loaded) == [STEPS]  # by the other layer
 
 
-def test_another_process_knows_too(tmp_path: Path) -> None:
+def test_another_process_knows_too(tmp_path: Path, workers: WorkerPool) -> None:
     model = feature_classifier()
     trained(feature_trainer(tmp_path / "run", model)).save_model(str(tmp_path / "saved"))
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from safetensors.torch import load_file; from tiny_tasks import FeatureClassifier\n"
+    script = tmp_path / "another.py"
+    script.write_text(
+        "import sys; from safetensors.torch import load_file; from tiny_tasks import FeatureClassifier\n"
         "from hf_dcsgd.runs.spending import earlier_spending\n"
-        "model = FeatureClassifier(); model.load_state_dict(load_file(sys.argv[2]))\n"
+        "model = FeatureClassifier(); model.load_state_dict(load_file(sys.argv[1]))\n"
         "print([run.charged for run in earlier_spending(model).runs])"
     )
-    weights = str(tmp_path / "saved" / "model.safetensors")
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), weights]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "[4]", done.stderr[-2000:]
+    weights = tmp_path / "saved" / "model.safetensors"
+    ended = workers.run(1, [script, weights], HF_DCSGD_HOME=os.environ["HF_DCSGD_HOME"])
+    assert ended.output.strip() == "[4]"
 
 
 # --- what is not taken for spending ----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ PROBE_DIMENSIONS_L1 = 50_000
 
 
 def probe_canaries(rows_per_unit: int | None = None) -> list[tuple[str, Any]]:
-    """Rows for the audit's own model: huge, tiny, sideways, not a number, infinite; or units of such rows."""
+    """Return rows for the audit's own model: huge, tiny, sideways, not a number, infinite; or units of such rows."""
     canaries: list[tuple[str, Any]] = [
         ("a canary of huge norm", canary(1e4)),
         ("a canary beyond half precision", canary(1e6)),
@@ -53,7 +53,7 @@ def probe_canaries(rows_per_unit: int | None = None) -> list[tuple[str, Any]]:
 
 
 def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draws: int = DRAWS) -> list[AuditReport]:
-    """L0 and L1 on your trainer: each of a few rows in turn plays the canary against the others.
+    """Run L0 and L1 on your trainer: each of a few rows in turn plays the canary against the others.
 
     `rows` are examples as the data collator takes them; by default the first ones of the training set.
     """
@@ -71,7 +71,7 @@ def audit_trainer(trainer: DCSGDTrainer, rows: Sequence[Any] | None = None, draw
 def audit_strategy(
     clipping: str, levels: Sequence[int] = (0, 1, 2), trials: int = TRIALS, rows_per_unit: int | None = None
 ) -> list[AuditReport]:
-    """The audit's own linear model through `DCSGDTrainer`, with the given strategy.
+    """Run the audit's own linear model through `DCSGDTrainer`, with the given strategy.
 
     With `rows_per_unit`, whole units of that many rows are the canaries of L0, L1 and L2.
     """
@@ -87,6 +87,6 @@ def audit_strategy(
 
 
 def probe_findings(trainer: DCSGDTrainer, rows_per_unit: int | None = None) -> list[Finding]:
-    """L0 on the audit's own trainer: its canaries against a background that opposes them, and the sampler."""
+    """Run L0 on the audit's own trainer: its canaries against a background that opposes them, and the sampler."""
     background = as_units(opposed_background(), rows_per_unit)
     return replay_findings(trainer, background, probe_canaries(rows_per_unit)) + sampler_findings(trainer)

@@ -53,12 +53,14 @@ class Attack:
     collate: Callable[[list[Row]], Any] = default_data_collator
 
 
-def _features(rows: list[Row]) -> Tensor:
-    return torch.stack([row["features"] for row in rows])
+def _changed(change: Callable[[Tensor], Tensor], entry: str = "features") -> Callable[[list[Row]], Any]:
+    """Make a collator that changes an entry of all rows together."""
 
+    def collate(rows: list[Row]) -> Any:
+        batch = default_data_collator(rows)
+        return {**batch, entry: change(batch[entry])}
 
-def _with_features(rows: list[Row], features: Tensor) -> list[Row]:
-    return [{**row, "features": value} for row, value in zip(rows, features, strict=True)]
+    return collate
 
 
 def _several_views(rows: list[Row]) -> list[Row]:
@@ -66,27 +68,8 @@ def _several_views(rows: list[Row]) -> list[Row]:
 
 
 def _standardized(rows: list[Row]) -> list[Row]:
-    features = _features(rows)
-    return _with_features(rows, features - features.mean(0))
-
-
-def _mixed(rows: list[Row]) -> Any:
-    features = _features(rows)
-    return default_data_collator(_with_features(rows, features + features.flip(0)))
-
-
-def _scaled_by_the_largest(rows: list[Row]) -> Any:
-    features = _features(rows)
-    return default_data_collator(_with_features(rows, features / features.abs().max()))
-
-
-def _labels_of_the_neighbor(rows: list[Row]) -> Any:
-    batch = default_data_collator(rows)
-    return {**batch, "labels": batch["labels"].roll(1)}
-
-
-def _repeated_rows(rows: list[Row]) -> Any:
-    return default_data_collator(rows * 3)
+    mean = torch.stack([row["features"] for row in rows]).mean(0)
+    return [{**row, "features": row["features"] - mean} for row in rows]
 
 
 def _dropped_rows(rows: list[Row]) -> Any:
@@ -97,10 +80,10 @@ def _dropped_rows(rows: list[Row]) -> Any:
 ATTACKS = (
     Attack("several views of a record", hand_out=_several_views),
     Attack("a transform that standardizes", hand_out=_standardized),
-    Attack("a collator that mixes rows", collate=_mixed),
-    Attack("a collator that scales by the largest value", collate=_scaled_by_the_largest),
-    Attack("a collator that takes a neighbor's label", collate=_labels_of_the_neighbor),
-    Attack("a collator that repeats rows", collate=_repeated_rows),
+    Attack("a collator that mixes rows", collate=_changed(lambda x: x + x.flip(0))),
+    Attack("a collator that scales by the largest value", collate=_changed(lambda x: x / x.abs().max())),
+    Attack("a collator that takes a neighbor's label", collate=_changed(lambda x: x.roll(1), "labels")),
+    Attack("a collator that repeats rows", collate=lambda rows: default_data_collator(rows * 3)),
     Attack("a collator that drops rows when the record is there", collate=_dropped_rows),
 )
 

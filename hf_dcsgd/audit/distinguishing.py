@@ -33,7 +33,7 @@ class Distinguisher:
     positives: int
 
     def mu_lower_bound(self, alpha: float = CONFIDENCE_ALPHA) -> float:
-        """Clopper–Pearson on both error rates, each at α/2; then the μ of the Gaussian test that has them."""
+        """Bound both error rates by Clopper–Pearson, each at α/2; then the μ of the Gaussian test that has them."""
         fpr = _upper(self.false_positives, self.negatives, alpha / 2)
         fnr = _upper(self.false_negatives, self.positives, alpha / 2)
         return float(stats.norm.isf(fpr) - stats.norm.ppf(fnr))
@@ -44,7 +44,7 @@ def _upper(errors: int, trials: int, alpha: float) -> float:
 
 
 def fit_and_judge(without: np.ndarray, with_canary: np.ndarray) -> Distinguisher:
-    """Linear discriminant on the first half of each arm, errors on the second."""
+    """Fit a linear discriminant on the first half of each arm, and count its errors on the second."""
     fit_out, judge_out = np.array_split(without, 2)
     fit_in, judge_in = np.array_split(with_canary, 2)
     pooled = np.cov(np.vstack([fit_out - fit_out.mean(0), fit_in - fit_in.mean(0)]).T)

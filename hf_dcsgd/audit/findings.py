@@ -54,6 +54,6 @@ class AuditReport:
         return "\n".join([self.summary(), *(f"  {f}" for f in self.findings if f.passed)])
 
     def summary(self) -> str:
-        """The verdict in one line; failures each on a line of their own."""
+        """Give the verdict in one line; failures each on a line of their own."""
         verdict = f"passed, {len(self.findings)} checks" if self.passed else "FAILED"
         return "\n".join([f"{self.level} on {self.subject}: {verdict}", *(f"  {f}" for f in self.failures)])

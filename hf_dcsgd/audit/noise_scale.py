@@ -52,17 +52,16 @@ def _normal_findings(name: str, values: Tensor) -> list[Finding]:
     sample = values.numpy()
     tolerance = max(5 / math.sqrt(2 * len(sample)), 1e-3)
     p_value = stats.kstest(sample, "norm").pvalue
+    unlikely = -math.log10(max(p_value, 1e-300))
     return [
         Finding(f"{name} noise: deviation of its scale from 1", abs(float(sample.std()) - 1), tolerance),
         Finding(f"{name} noise: mean", abs(float(sample.mean())), 5 / math.sqrt(len(sample))),
-        Finding(
-            f"{name} noise: Kolmogorov-Smirnov, −log p", -math.log10(max(p_value, 1e-300)), -math.log10(_SMALLEST_P)
-        ),
+        Finding(f"{name} noise: Kolmogorov-Smirnov, −log p", unlikely, -math.log10(_SMALLEST_P)),
     ]
 
 
 def _uniqueness_findings(subject: Subject, steps: list[Tensor]) -> list[Finding]:
-    """Neither two steps nor two tensors of a step may share their noise."""
+    """Check that neither two steps nor two tensors of a step share their noise."""
     repeated_steps = sum(torch.equal(a, b) for a, b in pairwise(steps))
     sizes = [p.numel() for p in subject.step.clipper.parameters.values()]
     heads = [tuple(part[: min(sizes)].tolist()) for part in steps[0].split(sizes)]
@@ -84,7 +83,7 @@ def _random_numbers_of_a_step(subject: Subject, row: Any) -> Tensor:
 
 
 def _seed_finding(what: str, drawn: Callable[[], Tensor]) -> Finding:
-    """Under the same public seeds, what is drawn must be something else."""
+    """Check that something else is drawn under the same public seeds."""
     seen = []
     for _ in range(2):
         random.seed(42)

@@ -47,7 +47,7 @@ class OneRunAudit:
 
 
 def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float, alpha: float) -> float:
-    """The largest ε that `correct` right guesses out of `guesses` refute at level α (0 when they refute none)."""
+    """Return the largest ε that `correct` right guesses of `guesses` refute at level α; 0 where they refute none."""
     if guesses == 0:
         return 0.0
 
@@ -77,7 +77,7 @@ def judge_one_run(
     guesses: int | None = None,
     alpha: float = CONFIDENCE_ALPHA,
 ) -> OneRunAudit:
-    """Guesses "in" for the highest scores and "out" for the lowest; by default for a third of the canaries in all.
+    """Guess "in" for the highest scores and "out" for the lowest; by default for a third of the canaries in all.
 
     `guesses` must be chosen without looking at `included`.
     """

@@ -49,12 +49,12 @@ def row(features: Sequence[float]) -> Row:
 
 
 def direction(size: float, axis: int = 0, dimensions: int = DIMENSIONS) -> Row:
-    """A row whose gradient points along one axis."""
+    """Make a row whose gradient points along one axis."""
     return row([size if k == axis else 0.0 for k in range(dimensions)])
 
 
 def opposed_background(count: int = EXPECTED_BATCH_SIZE - 1) -> list[Row]:
-    """Rows that point against a canary along the first axis, from below the threshold to far above it."""
+    """Make rows that point against a canary along the first axis, from below the threshold to far above it."""
     sizes = [CLIP_THRESHOLD * 10 ** (-0.5 + 3 * k / max(1, count - 1)) for k in range(count)]
     return [direction(-size) for size in sizes]
 

@@ -36,7 +36,7 @@ def audit_processes(
     entry: Sequence[str] = ("-m", "hf_dcsgd.audit.processes"),
     timeout: float = _TIMEOUT_SECONDS,
 ) -> AuditReport:
-    """L3 with the given strategy, and units of several rows if asked for; RuntimeError when a process fails or hangs.
+    """Run L3 with a strategy, and units of several rows if asked for; RuntimeError when a process fails or hangs.
 
     `entry` is what each process runs: a script of yours may change something first, then call `main` of this module.
     """
@@ -58,7 +58,7 @@ def audit_processes(
 
 
 def _overlap_finding(trainer: DCSGDTrainer) -> Finding:
-    """Records, or units, that two ranks can draw: shards must be disjoint, or one would count twice."""
+    """Count records, or units, that two ranks can draw: shards must be disjoint, or one would count twice."""
     loader = trainer.get_train_dataloader()
     assert loader.batch_sampler is not None
     owners = owners_of_rows(trainer)

@@ -8,7 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_dcsgd.audit.findings import Finding
 from hf_dcsgd.data.rows import Batch, Collator, RowCollator
 from hf_dcsgd.data.units import UnitCollator, stack_units
-from hf_dcsgd.privacy.accounting import combined_noise_multiplier, epsilon_spent
+from hf_dcsgd.privacy.accounting import combined_noise_multiplier, composed_epsilon
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
@@ -28,8 +28,7 @@ from hf_dcsgd.trainer import DCSGDTrainer
 _RELATIVE_SLACK = 1e-5
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """One call for noise: how many numbers, and their standard deviation."""
 
     shape: tuple[int, ...]
@@ -50,17 +49,11 @@ class SilentNoise(NoiseSource):
 
 @dataclass(frozen=True)
 class Recording:
-    """What one step would have released before noise, and the noise that it asked for."""
+    """What one step would have released before noise, with the sensitivities, and the noise that it asked for."""
 
-    gradient: Tensor
-    side: Tensor
+    released: dict[str, Tensor]
+    sensitivities: dict[str, float]
     draws: list[Draw]
-    sensitivity: float
-    side_sensitivity: float | None
-
-    @property
-    def finite(self) -> bool:
-        return bool(self.gradient.isfinite().all() and self.side.isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -148,22 +141,20 @@ def _collate_units(collate: Collator) -> Callable[[list[Any]], list[Batch]]:
 def record_step(subject: Subject, micro_batches: Sequence[Sequence[Any]]) -> Recording:
     """Run one step on these rows without noise, from the plan's first threshold."""
     threshold = subject.new_mechanism().threshold
-    sensitivity, query = threshold.sensitivity, threshold.side_query
+    sensitivities = {"clipped sum": threshold.sensitivity}
+    if threshold.side_query is not None:
+        sensitivities["side value"] = threshold.side_query.sensitivity
     release, draws = subject.noiseless_step(micro_batches)
-    side = np.zeros(0) if release.noisy_side is None else release.noisy_side
-    return Recording(
-        gradient=subject.released_sum(release),
-        side=torch.from_numpy(side),
-        draws=draws,
-        sensitivity=sensitivity,
-        side_sensitivity=None if query is None else query.sensitivity,
-    )
+    released = {"clipped sum": subject.released_sum(release)}
+    if release.noisy_side is not None:
+        released["side value"] = torch.from_numpy(release.noisy_side)
+    return Recording(released, sensitivities, draws)
 
 
 def replay_findings(
     trainer: DCSGDTrainer, background: Sequence[Any], canaries: Sequence[tuple[str, Any]]
 ) -> list[Finding]:
-    """L0 for each canary: the step with it against the step without it.
+    """Run L0 for each canary: the step with it against the step without it.
 
     `background` and canaries are rows as the trainer's collator takes them; several processes share the background
     out. In double precision, so that the order of additions does not blur the comparison.
@@ -186,17 +177,15 @@ def replay_findings(
 
 
 def _difference_findings(name: str, without: Recording, with_canary: Recording) -> list[Finding]:
-    allowed = without.sensitivity * (1 + _RELATIVE_SLACK)
-    change = (with_canary.gradient - without.gradient).norm().item()
+    finite = all(value.isfinite().all() for value in with_canary.released.values())
     findings = [
-        Finding(f"clipped sum, {name}", change if math.isfinite(change) else math.inf, allowed),
-        Finding(f"released values are finite, {name}", 0.0 if with_canary.finite else math.inf, 0.0),
+        Finding(f"released values are finite, {name}", 0.0 if finite else math.inf, 0.0),
         _same_draws(name, without, with_canary),
     ]
-    if without.side_sensitivity is not None:
-        change = (with_canary.side - without.side).norm().item()
-        allowed = without.side_sensitivity * (1 + _RELATIVE_SLACK)
-        findings.append(Finding(f"side value, {name}", change if math.isfinite(change) else math.inf, allowed))
+    for what, sensitivity in without.sensitivities.items():
+        change = (with_canary.released[what] - without.released[what]).norm().item()
+        allowed = sensitivity * (1 + _RELATIVE_SLACK)
+        findings.append(Finding(f"{what}, {name}", change if math.isfinite(change) else math.inf, allowed))
     return findings
 
 
@@ -206,36 +195,29 @@ def _same_draws(name: str, without: Recording, with_canary: Recording) -> Findin
 
 
 def _noise_findings(subject: Subject, recording: Recording) -> list[Finding]:
-    """The noise asked for must be the plan's: as many draws as releases, and together worth the accounted σ."""
+    """Compare the noise asked for with the plan's: as many draws as releases, and together worth the accounted σ."""
     plan = subject.plan
     if subject.rank > 0:
         return [Finding("noise is drawn on the main process only", float(len(recording.draws)), 0.0)]
     releases = 1 + len(plan.side_noise_multipliers)
-    findings = [
-        Finding("difference in the number of noise draws per step", float(abs(len(recording.draws) - releases)), 0.0)
-    ]
-    if len(recording.draws) != releases:
+    missing = float(abs(len(recording.draws) - releases))
+    findings = [Finding("difference in the number of noise draws per step", missing, 0.0)]
+    if missing:
         return findings
-    sensitivities = [recording.sensitivity, recording.side_sensitivity, plan.loss_clip]
-    multipliers = [
-        draw.std / s for draw, s in zip(recording.draws, [s for s in sensitivities if s is not None], strict=True)
-    ]
-    actual = combined_noise_multiplier(multipliers)
+    sensitivities = [*recording.sensitivities.values(), *([] if plan.loss_clip is None else [plan.loss_clip])]
+    actual = combined_noise_multiplier([d.std / s for d, s in zip(recording.draws, sensitivities, strict=True)])
     findings.append(Finding("accounted σ against the noise drawn", plan.noise_multiplier, actual * (1 + 1e-9)))
     steps = min(plan.steps, 1000)
     # Of a group of rows, only PLD knows the cost.
     accountant = "rdp" if plan.group_size == 1 else "pld"
-    spent = epsilon_spent(
-        noise_multiplier=actual, sampling_rate=plan.sampling_rate, steps=steps, delta=plan.delta,
-        accountant=accountant, group_size=plan.group_size,
-    )  # fmt: skip
-    claimed = plan.epsilon(steps, accountant)
+    drawn = plan.accounted(steps)._replace(noise_multiplier=actual)
+    spent, claimed = composed_epsilon([drawn], plan.delta, accountant), plan.epsilon(steps, accountant)
     findings.append(Finding("ε of the noise drawn against the claimed ε", spent, claimed * (1 + 1e-6)))
     return findings
 
 
 def sampler_findings(trainer: DCSGDTrainer, logical_batches: int = 200) -> list[Finding]:
-    """Records, or units, are distinct within a logical batch, and each is drawn at the accounted rate."""
+    """Check that records, or units, are distinct within a logical batch, and each is drawn at the accounted rate."""
     loader = trainer.get_train_dataloader()
     plan = trainer.plan
     assert plan is not None
@@ -289,7 +271,7 @@ def _unit_findings(plan: PrivacyPlan, owners: np.ndarray, drawn: list[list[int]]
 
 
 def ledger_findings(trainer: DCSGDTrainer) -> list[Finding]:
-    """Steps charged after a checkpoint was written stay charged when the run goes on from it."""
+    """Check that steps charged after a checkpoint was written stay charged when the run goes on from it."""
     plan = trainer.plan or trainer.make_plan()
     with tempfile.TemporaryDirectory() as folder:
         ledger = PrivacyLedger.open(folder, plan.privacy_dict(), resume=False)

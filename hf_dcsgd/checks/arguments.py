@@ -121,13 +121,13 @@ _CHECKS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
 
 def require_sound_budget(args: DCSGDTrainingArguments) -> None:
     """Refuse privacy options of a wrong kind or value. Those of clipping strategies are checked by the strategies."""
-    choices: dict[str, Any] = {field.name: field.metadata.get("choices") for field in dataclasses.fields(args)}
+    fields = {field.name: field for field in dataclasses.fields(args)}
     for name, value in args.privacy_options().items():
-        if value is None and getattr(type(args), name) is None:  # None where that is the default
+        if value is None and fields[name].default is None:
             continue
-        if choices[name] is not None:
+        if "choices" in fields[name].metadata:
             require_kind(name, value, str)
-            require_one_of(name, value, choices[name])
+            require_one_of(name, value, fields[name].metadata["choices"])
         elif name in _CHECKS:
             kind, check = _CHECKS[name]
             require_kind(name, value, kind)

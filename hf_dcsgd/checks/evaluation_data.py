@@ -41,7 +41,9 @@ def refuse_training_data(train_dataset: Any, eval_dataset: Any) -> None:
             shared = "is the training data"
         elif not (_map_style(train_dataset) and _map_style(dataset)) or isinstance(dataset, str):
             continue
-        elif count := _identical_rows(train_dataset, dataset):
+        elif count := sum(
+            _identical_rows(*known, *leaf) for leaf in _leaves(dataset) for known in _leaves(train_dataset)
+        ):
             shared = f"has {count} of its {len(dataset)} rows in common with train_dataset"
         elif _mostly_alike(train_dataset, dataset):
             shared = "has more than half of its rows in common with train_dataset, by their contents"
@@ -78,13 +80,8 @@ def _leaves(dataset: Any, rows: np.ndarray | None = None) -> list[Leaf]:
     return [(dataset, rows)]
 
 
-def _identical_rows(train: Any, evaluation: Any) -> int:
-    """Count evaluation rows that are training rows, by where they are."""
-    return sum(_identical_in(known, leaf) for leaf in _leaves(evaluation) for known in _leaves(train))
-
-
-def _identical_in(train_leaf: Leaf, evaluation_leaf: Leaf) -> int:
-    (train, known), (evaluation, rows) = train_leaf, evaluation_leaf
+def _identical_rows(train: Any, known: np.ndarray | None, evaluation: Any, rows: np.ndarray | None) -> int:
+    """Count evaluation rows that are training rows, by where they are, in datasets that are no views."""
     both_arrow = _is_arrow(train) and _is_arrow(evaluation)
     if train is evaluation or (both_arrow and train._fingerprint == evaluation._fingerprint):
         trained = np.full(len(train), known is None)
@@ -145,9 +142,8 @@ def _sample(dataset: Any) -> list[Any]:
     if _is_arrow(dataset):
         dataset = dataset.with_format(None)  # without the user's transform
     most = _ROWS_OF_A_LIST if isinstance(dataset, list | tuple) else _ROWS_ON_DEMAND
-    places = range(len(dataset))
-    if len(dataset) > most:
-        places = np.unique(np.random.default_rng(0).integers(len(dataset), size=most))  # type: ignore[assignment]
+    many = len(dataset) > most
+    places = np.unique(np.random.default_rng(0).integers(len(dataset), size=most)) if many else range(len(dataset))
     return [dataset[int(i)] for i in places]
 
 

@@ -46,7 +46,7 @@ class ForwardWrites:
 
     @contextmanager
     def refused_by_value(self) -> Iterator[None]:
-        """As `refused`, comparing every number: before training, and now and then in it."""
+        """Do as `refused`, comparing every number: before training."""
         before = {name: tensor.detach().clone() for name, tensor in _tensors(self._model)}
         with self.refused():
             yield
@@ -110,7 +110,7 @@ def _place(tensor: Tensor) -> tuple[int | None, int | None]:
 
 
 def _is_same(before: tuple[Tensor, int | None, int | None], after: Tensor) -> bool:
-    """Whether a tensor is what it was, or was replaced by one with the same numbers."""
+    """Tell whether a tensor is what it was, or was replaced by one with the same numbers."""
     tensor, *place = before
     if tuple(place) != _place(tensor):
         return False

@@ -60,8 +60,10 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
                 clipper = GhostClipper(model)
                 batch = step.on_device(_synthetic(model, row, keep_tokens, keep_numbers=True))
                 if not _makes_sense(step, batch):
-                    batch = step.on_device(_repeated(row))
-            check_parity(clipper, lambda: step.losses(batch), _parity_tolerance(step, batch), step.units(batch))
+                    batch = step.on_device(_in_units(row, lambda count: take_rows(row, [0] * count)))
+            with torch.no_grad():
+                tolerance = step.tolerance(step.losses(batch))
+            check_parity(clipper, lambda: step.losses(batch), tolerance, step.units(batch))
             step.leave_out_unread(batch)
             _check_rows_are_independent(step, clipper, batch)
             step.train()
@@ -96,7 +98,7 @@ def _settings_that_draw_for_all(model: nn.Module) -> str | None:
 
 
 def _makes_sense(step: PrivateStep, batch: Batch) -> bool:
-    """Whether the model makes something of synthetic rows: some ask for numbers that fit together."""
+    """Tell whether the model makes something of synthetic rows: some ask for numbers that fit together."""
     try:
         with torch.no_grad():
             return bool(step.losses(batch).isfinite().all())
@@ -109,22 +111,13 @@ def _makes_sense(step: PrivateStep, batch: Batch) -> bool:
 def _synthetic(model: nn.Module, row: Batch, keep_tokens: tuple[int, ...], *, keep_numbers: bool = False) -> Batch:
     """Make rows up, each an example; or three units of one to three rows."""
     alone = {name: value for name, value in row.items() if name != UNIT_ENTRY}
-    count = len(_UNITS_OF_ROWS) if UNIT_ENTRY in row else _ROWS
-    return _in_units(row, synthetic_like(model, alone, count, keep_tokens, keep_numbers=keep_numbers))
+    return _in_units(row, lambda count: synthetic_like(model, alone, count, keep_tokens, keep_numbers=keep_numbers))
 
 
-def _repeated(row: Batch) -> Batch:
-    count = len(_UNITS_OF_ROWS) if UNIT_ENTRY in row else _ROWS
-    return _in_units(row, take_rows(row, [0] * count))
-
-
-def _in_units(row: Batch, batch: Batch) -> Batch:
-    return {**batch, UNIT_ENTRY: torch.tensor(_UNITS_OF_ROWS)} if UNIT_ENTRY in row else batch
-
-
-def _parity_tolerance(step: PrivateStep, batch: Batch) -> float:
-    with torch.no_grad():
-        return step.tolerance(step.losses(batch))
+def _in_units(row: Batch, make: Callable[[int], Batch]) -> Batch:
+    if UNIT_ENTRY not in row:
+        return make(_ROWS)
+    return {**make(len(_UNITS_OF_ROWS)), UNIT_ENTRY: torch.tensor(_UNITS_OF_ROWS)}
 
 
 def _check_rows_are_independent(step: PrivateStep, clipper: GhostClipper, batch: Batch) -> None:

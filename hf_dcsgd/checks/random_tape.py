@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dcsgd.ghost import BatchCouplingError
 
 _OtherStates: TypeAlias = tuple[Any, Any]
+_FUSED = {"dropout_p", "dropout"}  # arguments of kernels that keep their masks to themselves
 _MASKS = ("native_dropout", "bernoulli", "bernoulli_")
 
 
@@ -94,10 +95,10 @@ class _SeededDraws(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name == "native_dropout":
             return self._dropout(*args, **kwargs)
-        arguments = func._schema.arguments
-        switched_off = {a.name: 0.0 for a in arguments if a.name in ("dropout_p", "dropout")}
-        if switched_off:
-            return func(*_replaced(args, arguments, switched_off), **{**kwargs, **_given(kwargs, switched_off)})
+        names = [argument.name for argument in func._schema.arguments]
+        if not _FUSED.isdisjoint(names):
+            off = {name: 0.0 if name in _FUSED else value for name, value in kwargs.items()}
+            return func(*(0.0 if name in _FUSED else value for name, value in zip(names, args, strict=False)), **off)
         return self._drawn(name, func(*args, **kwargs))
 
     def _drawn(self, name: str, values: Tensor) -> Tensor:
@@ -168,9 +169,8 @@ class _Playing(_SeededDraws):
             if rows > taken:
                 self._tape.shared_draws.add(index)
             return recorded
-        axes = [
-            axis for axis, size in enumerate(shape) if recorded.dim() == len(shape) and recorded.shape[axis] != size
-        ]
+        same_axes = recorded.dim() == len(shape)
+        axes = [axis for axis, size in enumerate(shape) if same_axes and recorded.shape[axis] != size]
         if len(axes) != 1 or shape[axes[0]] % taken or recorded.shape[axes[0]] * taken != rows * shape[axes[0]]:
             raise BatchCouplingError(
                 f"the forward draws random numbers of shape {tuple(recorded.shape)} for {rows} rows and "
@@ -181,14 +181,6 @@ class _Playing(_SeededDraws):
         by_row = recorded.unflatten(axis, (rows, share) if is_major else (share, rows))
         chosen = torch.tensor(self._rows, device=recorded.device)
         return by_row.index_select(axis if is_major else axis + 1, chosen).flatten(axis, axis + 1)
-
-
-def _replaced(args: tuple[Any, ...], arguments: Any, values: dict[str, Any]) -> list[Any]:
-    return [values.get(argument.name, given) for argument, given in zip(arguments, args, strict=False)]
-
-
-def _given(kwargs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name in kwargs}
 
 
 def _other_states() -> _OtherStates:

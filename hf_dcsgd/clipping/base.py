@@ -134,7 +134,7 @@ class ClippingThreshold(ABC):
 
     @abstractmethod
     def clip_factors(self, per_example_norms: torch.Tensor) -> torch.Tensor:
-        """fp32 factors `fᵢ` in [0, …) with `fᵢ·nᵢ ≤ sensitivity`; 0 where the norm is not finite."""
+        """Return fp32 factors `fᵢ` in [0, …) with `fᵢ·nᵢ ≤ sensitivity`; 0 where the norm is not finite."""
 
     @property
     def side_query(self) -> SideQuery | None:
@@ -142,7 +142,7 @@ class ClippingThreshold(ABC):
         return None
 
     def side_contribution(self, per_example_norms: torch.Tensor) -> torch.Tensor | None:
-        """Private fp32 sum over these examples of what the side query asks, shape `(side_query.size,)`."""
+        """Return the private fp32 sum over these examples of what the side query asks, shape `(side_query.size,)`."""
         return None
 
     def update(self, noisy_side: np.ndarray | None) -> None:
@@ -157,11 +157,11 @@ class ClippingThreshold(ABC):
         self._released = self.advance(side)
 
     def released_values(self) -> Released:
-        """What the step just released, safe to log; empty before the first release."""
+        """Return what the step just released, safe to log; empty before the first release."""
         return dict(self._released)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able state: released values only."""
+        """Return the state, JSON-able: released values only."""
         return {"name": self.name, **self.own_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -32,7 +32,7 @@ def bin_edges(histogram_range: float, bins: int, growth: float = 1.0) -> np.ndar
 def norm_histogram(
     per_example_norms: torch.Tensor, histogram_range: float, bins: int, growth: float = 1.0
 ) -> torch.Tensor:
-    """Private fp32 counts of shape `(bins,)` between the edges of `bin_edges`.
+    """Return private fp32 counts of shape `(bins,)` between the edges of `bin_edges`.
 
     The last bin takes everything beyond the range, and every norm that is not finite. No example: all zeros.
     """
@@ -99,12 +99,12 @@ class NoisyHistogram:
         return bool(np.isfinite(self.noisy_counts).all()) and 0 < self.total < np.inf
 
     def projected(self) -> np.ndarray:
-        """The nearest point to the noisy counts on the simplex {x ≥ 0, Σx = S′}; needs `usable` counts."""
+        """Return the nearest point to the noisy counts on the simplex {x ≥ 0, Σx = S′}; needs `usable` counts."""
         require(self.usable, f"expected finite counts with a positive total, got a total of {self.total}")
         return onto_simplex(self.noisy_counts, self.total)
 
     def fraction_above(self, threshold: float) -> float:
-        """Estimated fraction of norms above `threshold`, spreading each projected count evenly over its bin.
+        """Estimate the fraction of norms above `threshold`, spreading each projected count evenly over its bin.
 
         Beyond the range nothing is known, so a threshold at or above it gives 0.
         """

@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def working_precision(value: Tensor) -> Tensor:
-    """Converts to fp32, or keeps fp64: norms and sums are never taken in half precision."""
+    """Convert to fp32, or keep fp64: norms and sums are never taken in half precision."""
     return value.to(working_dtype(value))
 
 
@@ -31,7 +31,7 @@ def working_dtype(value: Tensor) -> torch.dtype:
 
 
 def without_autocast(value: Tensor) -> torch.autocast:
-    """Suspends autocast around a computation on this tensor's device: it would take products in half precision."""
+    """Suspend autocast around a computation on this tensor's device: it would take products in half precision."""
     return torch.autocast(value.device.type, enabled=False)
 
 
@@ -39,7 +39,7 @@ Identity: TypeAlias = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def identity(tensor: Tensor) -> Identity:
-    """Tells tensors apart by the numbers in memory that they show; for tensors that are alive at the same time."""
+    """Tell tensors apart by the numbers in memory that they show; for tensors that are alive at the same time."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -50,12 +50,12 @@ class LastResult:
         self.forget()
 
     def forget(self) -> None:
-        """Lets go of the last tensor, which may be larger than all that is still needed of it."""
+        """Let go of the last tensor, which may be larger than all that is still needed of it."""
         self._tensor: Tensor | None = None
         self._result: Tensor | None = None
 
     def of(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns `make(tensor)`, which is computed once for views of the same numbers."""
+        """Return `make(tensor)`, which is computed once for views of the same numbers."""
         if self._result is None or self._tensor is None or identity(self._tensor) != identity(tensor):
             self._result = None  # is freed before the next one is made
             self._tensor, self._result = tensor, make(tensor)
@@ -70,7 +70,7 @@ class ClipFactors:
         self._weighed = LastResult()
 
     def weigh(self, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Multiplies (n, T, d) by the factors, in `dtype` or better."""
+        """Multiply (n, T, d) by the factors, in `dtype` or better."""
         return self._weighed.of(value, lambda value: value * self.values.to(dtype)[:, None, None])
 
 

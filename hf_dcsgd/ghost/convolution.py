@@ -29,7 +29,7 @@ def convolution_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> 
 
 
 def _patches(module: nn.Conv1d | nn.Conv2d, inputs: Tensor, positions: int) -> Tensor:
-    """Cuts the input window of every output position; channels vary slowest, as in the weight."""
+    """Cut the input window of every output position; channels vary slowest, as in the weight."""
     kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
     if not inputs.shape[0]:  # F.pad and F.unfold refuse an empty batch
         return inputs.new_zeros(0, inputs.shape[1] * math.prod(kernel), positions)

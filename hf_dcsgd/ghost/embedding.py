@@ -26,7 +26,7 @@ def scaled_embedding_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor
 
 
 def is_scaled_embedding(module: nn.Module) -> bool:
-    """Recognizes BART's and Gemma's word embeddings: the output is the looked-up row times `embed_scale`."""
+    """Recognize BART's and Gemma's word embeddings: the output is the looked-up row times `embed_scale`."""
     if not isinstance(module, nn.Embedding) or not hasattr(module, "embed_scale"):
         return False
     index = torch.arange(min(4, module.num_embeddings), device=module.weight.device)[None]

@@ -19,7 +19,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def is_random(module: nn.Module) -> bool:
-    """Tells whether a second run of this module in its present mode may give another result."""
+    """Tell whether a second run of this module in its present mode may give another result."""
     for child in module.modules():
         if not child.training:
             continue
@@ -33,13 +33,13 @@ def is_random(module: nn.Module) -> bool:
 
 
 def tensor_leaves(output: Any) -> list[Tensor]:
-    """Lists the differentiable tensors of a module's output, in a fixed order."""
+    """List the differentiable tensors of a module's output, in a fixed order."""
     leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def batch_leaves(arguments: tuple[tuple[Any, ...], dict[str, Any]], n: int) -> list[bool]:
-    """Tells which leaves of a call's arguments have the batch as their first axis, as far as shapes show."""
+    """Tell which leaves of a call's arguments have the batch as their first axis, as far as shapes show."""
     return [isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == n for x in tree_flatten(arguments)[0]]
 
 
@@ -50,7 +50,7 @@ def fallback_contributions(
     output_grads: list[Tensor | None],
     axes: list[int],
 ) -> dict[str, Contribution]:
-    """Computes contributions to what `module` owns itself; RuntimeError where it cannot be run that way.
+    """Compute contributions to what `module` owns itself; RuntimeError where it cannot be run that way.
 
     `sliced` says which argument leaves are cut along their first axis, `axes` where the batch is in each output.
     """

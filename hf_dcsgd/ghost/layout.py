@@ -15,7 +15,7 @@ class Layout(Enum):
     FLATTENED_POSITION_FIRST = "positions and batch in one axis"
 
     def batch_first(self, value: Tensor, n: int) -> Tensor | None:
-        """Returns the same values as (n, ...), or None where they do not have this layout."""
+        """Return the same values as (n, ...), or None where they do not have this layout."""
         if self is Layout.BATCH_FIRST:
             return value if value.dim() > 0 and value.shape[0] == n else None
         if self is Layout.BATCH_SECOND:
@@ -28,17 +28,17 @@ class Layout(Enum):
 
     @property
     def axis(self) -> int:
-        """Returns the axis of the batch, or of the rows that it is part of."""
+        """Return the axis of the batch, or of the rows that it is part of."""
         return 1 if self is Layout.BATCH_SECOND else 0
 
     def is_zero_at(self, grad: Tensor, others: Tensor) -> bool:
-        """Tells whether a gradient is zero in these slices, which `others` marks among all of them."""
+        """Tell whether a gradient is zero in these slices, which `others` marks among all of them."""
         slices = self.batch_first(grad, len(others))
         return slices is not None and not slices[others].any()
 
 
 def fitting_layouts(shape: torch.Size, n: int, positions: int) -> list[Layout]:
-    """Lists the layouts that an output of this shape may have, most usual first.
+    """List the layouts that an output of this shape may have, most usual first.
 
     Rows count as flattened only when there is one for every position of the model's input: rows picked by a router
     would fit by accident.

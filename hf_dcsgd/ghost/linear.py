@@ -10,7 +10,7 @@ from hf_dcsgd.ghost.registry import register_rule, trainable
 
 
 def as_positions(value: Tensor) -> Tensor:
-    """Reshapes (n, ..., d) to (n, T, d), with T = 1 for plain vectors."""
+    """Reshape (n, ..., d) to (n, T, d), with T = 1 for plain vectors."""
     return value.reshape(value.shape[0], value.shape[1:-1].numel(), value.shape[-1])
 
 

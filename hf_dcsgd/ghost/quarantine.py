@@ -47,7 +47,7 @@ def _make_finite_(value: Any) -> None:
 
 
 def quarantined_grad(loss: Tensor, inputs: Sequence[Any], **options: Any) -> tuple[Tensor | None, ...]:
-    """Differentiates a loss that is finite itself: as `torch.autograd.grad`, dense, not poisoned by neighbors."""
+    """Differentiate a loss that is finite itself: as `torch.autograd.grad`, dense, not poisoned by neighbors."""
     grads = torch.autograd.grad(loss, inputs, **{**options, "retain_graph": True})
     if not all(grad is None or is_finite(grad) for grad in grads):
         with _FiniteOperands():
@@ -56,7 +56,7 @@ def quarantined_grad(loss: Tensor, inputs: Sequence[Any], **options: Any) -> tup
 
 
 def shield_recurrent(module: nn.RNNBase) -> list[RemovableHandle]:
-    """Keeps broken examples out of recurrent kernels, which hide their activations where nothing above can reach them.
+    """Keep broken examples out of recurrent kernels, which hide their activations where nothing above can reach them.
 
     Such an example runs as zeros, and its outputs are NaN again: for itself nothing changes. Packed sequences pass as
     they are.

@@ -25,7 +25,7 @@ class BatchCouplingError(RuntimeError):
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Raises UnsupportedModelError with every problem and its cure."""
+    """Raise UnsupportedModelError with every problem and its cure."""
     # What a configuration sets for many modules is named once.
     by_setting = {s: module for module in reversed(list(model.modules())) for s in _coupling_settings(module)}
     settings = [f"  {type(module).__name__}: {setting}" for setting, module in by_setting.items()]
@@ -39,7 +39,7 @@ def may_change(module: nn.Module) -> bool:
 
 
 def refuse_changes(modules: Iterable[tuple[str, nn.Module]], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raises UnsupportedModelError with the problems of these modules and trainable parameters."""
+    """Raise UnsupportedModelError with the problems of these modules and trainable parameters."""
     _refuse(_module_problems(modules) + _parameter_problems(parameters))
 
 
@@ -98,7 +98,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
 
 
 def _coupling_settings(module: nn.Module) -> Iterator[str]:
-    """Names settings that show only when rows of certain lengths come along, in the middle of a run."""
+    """Name settings that show only when rows of certain lengths come along, in the middle of a run."""
     types = getattr(module, "rope_type", None)
     for rope_type in types.values() if isinstance(types, dict) else (types,):
         if isinstance(rope_type, str) and "dynamic" in rope_type:

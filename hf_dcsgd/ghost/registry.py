@@ -22,7 +22,7 @@ _RECOGNIZED: list[tuple[Recognizer, Rule]] = []
 
 
 def register_rule(*module_types: type[nn.Module], inputs_for: Iterable[str] | None = None) -> Callable[[Rule], Rule]:
-    """Registers the decorated rule as exact for these types, and for none of their subclasses.
+    """Register the decorated rule as exact for these types, and for none of their subclasses.
 
     `inputs_for` names the parameters whose contributions need the input. Where all of them are frozen, the rule gets
     an input without values (on the `meta` device), and its memory is not held. All parameters need it by default.
@@ -39,12 +39,12 @@ def register_rule(*module_types: type[nn.Module], inputs_for: Iterable[str] | No
 
 
 def register_recognized(recognizer: Recognizer, rule: Rule) -> None:
-    """Registers a rule for a family of many small classes: `recognizer(module)` proves it exact for a type."""
+    """Register a rule for a family of many small classes: `recognizer(module)` proves it exact for a type."""
     _RECOGNIZED.append((recognizer, rule))
 
 
 def rule_for(module: nn.Module) -> Rule | None:
-    """Returns the exact rule for this module, or None: the fallback takes it."""
+    """Return the exact rule for this module, or None: the fallback takes it."""
     module_type = type(module)
     if module_type not in _RULES:
         for recognizer, rule in _RECOGNIZED:
@@ -55,7 +55,7 @@ def rule_for(module: nn.Module) -> Rule | None:
 
 
 def needs_input(rule: Rule, attributes: Iterable[str]) -> bool:
-    """Tells whether contributions to these parameters of a module need its input."""
+    """Tell whether contributions to these parameters of a module need its input."""
     return rule not in _INPUTS_FOR or not _INPUTS_FOR[rule].isdisjoint(attributes)
 
 
@@ -64,6 +64,6 @@ def is_built_in(rule: Rule) -> bool:
 
 
 def trainable(module: nn.Module, name: str) -> bool:
-    """Tells whether a module has this parameter of its own and it requires grad."""
+    """Tell whether a module has this parameter of its own and it requires grad."""
     parameter = module._parameters.get(name)
     return parameter is not None and parameter.requires_grad

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply_rule(owner: Owner, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
-    """Calls the owner's rule; `UnsupportedModelError` where what it returns cannot be a gradient per example."""
+    """Call the owner's rule; `UnsupportedModelError` where what it returns cannot be a gradient per example."""
     assert owner.rule is not None
     try:
         with torch.no_grad(), without_autocast(output_grad):
@@ -52,7 +52,7 @@ def _require_fitting(owner: Owner, found: Mapping[str, Contribution], n: int) ->
 def complain_if_wrong(
     call: Call, found: Mapping[str, Contribution], output_grad: Tensor, layout: Layout, n: int
 ) -> None:
-    """Names the rule where it disagrees with autograd through its module alone.
+    """Name the rule where it disagrees with autograd through its module alone.
 
     Says nothing where that cannot be told, or where the rule is right: then something else uses the parameter. A rule
     of a user's is an error that its author can mend. One of ours is right for its class, so that something changed
@@ -77,7 +77,7 @@ def _rule_of(owner: Owner) -> str:
 def _shapes(
     contribution: Contribution, shape: torch.Size, n: int
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Returns the shapes that the contribution's tensors must have, and those that they have."""
+    """Return the shapes that the contribution's tensors must have, and those that they have."""
     if isinstance(contribution, Dense):
         return [(n, *shape)], [tuple(contribution.value.shape)]
     positions = contribution.right.shape[1] if contribution.right.dim() > 1 else 1
@@ -95,7 +95,7 @@ def _in_words(shapes: list[tuple[int, ...]]) -> str:
 def _wrong_attributes(
     call: Call, found: Mapping[str, Contribution], output_grad: Tensor, layout: Layout, n: int
 ) -> list[str]:
-    """Runs the module again and differentiates ⟨output, output gradient⟩, with unequal weights of the examples."""
+    """Run the module again and differentiate ⟨output, output gradient⟩, with unequal weights of the examples."""
     module = call.owner.module
     if is_random(module):
         return []

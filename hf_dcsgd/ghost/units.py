@@ -53,11 +53,6 @@ class Units:
         self._place = position - start[self.of_row]  # of a row within its unit
         self._is_even = self.rows == self.count * self.most_rows and bool((self.of_row.diff() >= 0).all())
 
-    @classmethod
-    def of_size(cls, count: int, size: int, device: torch.device | str = "cpu") -> Units:
-        """Make `count` units of `size` rows each, one after the other."""
-        return cls(torch.arange(count, device=device).repeat_interleave(size))
-
     def mean(self, per_row: Tensor) -> Tensor:
         """Return the mean over the rows of each unit, (m,) → (n,)."""
         return per_row.new_zeros(self.count).index_add(0, self.of_row, per_row) / self.sizes.to(per_row.dtype)

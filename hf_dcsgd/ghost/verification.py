@@ -29,7 +29,7 @@ class FoundLayouts:
 
 
 def find_layouts(losses: Tensor, recorder: ForwardRecorder) -> FoundLayouts:
-    """Finds where the batch is in each owner's outputs, by differentiating single examples' losses.
+    """Find where the batch is in each owner's outputs, by differentiating single examples' losses.
 
     What example k's loss touches must be the slices of k in each output; one that touches others is refused. Two
     examples are probed, because one alone cannot tell (batch, position) from (position, batch) when only one position
@@ -67,7 +67,7 @@ def find_layouts(losses: Tensor, recorder: ForwardRecorder) -> FoundLayouts:
 
 
 def _batchless_or_refuse(refuted: Mapping[Slot, tuple[Owner, list[Layout]]], recorder: ForwardRecorder) -> set[Slot]:
-    """Returns the slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
+    """Return the slots whose supposed batch axis keeps its size in a smaller batch; the others mix examples."""
     shapes = {call.slot(k): shape for call in recorder.calls for k, shape in enumerate(call.output_shapes)}
     smaller = recorder.shapes_without_last_example()
     batchless = {
@@ -90,7 +90,7 @@ def _batchless_or_refuse(refuted: Mapping[Slot, tuple[Owner, list[Layout]]], rec
 def unexplained_parameters(
     losses: Tensor, parameters: Mapping[str, nn.Parameter], contributions: Mapping[str, list[Contribution]]
 ) -> list[str] | None:
-    """Lists parameters whose gradient is not the sum of their contributions: a use that no hook saw, or a wrong rule.
+    """List parameters whose gradient is not the sum of their contributions: a use that no hook saw, or a wrong rule.
 
     Only examples with a finite gradient are looked at; None when there is none. They have unequal weights, so that
     gradients given to the wrong example show too.
@@ -117,12 +117,12 @@ def unexplained_parameters(
 
 
 def unequal_weights(per_example: Tensor) -> Tensor:
-    """Makes a weight for each example, another one than its neighbors have; powers of two, which round nothing."""
+    """Make a weight for each example, another one than its neighbors have; powers of two, which round nothing."""
     return 0.5 ** (torch.arange(len(per_example), device=per_example.device) % 4)
 
 
 def differs(parts: Sequence[Contribution], weights: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Compares the weighted sum of contributions with autograd's."""
+    """Compare the weighted sum of contributions with autograd's."""
     found = torch.zeros(expected.shape, dtype=expected.dtype, device=expected.device)
     factors = ClipFactors(weights)
     for part in parts:
@@ -131,7 +131,7 @@ def differs(parts: Sequence[Contribution], weights: Tensor, expected: Tensor, to
 
 
 def tolerance_of(contributions: Iterable[Contribution], *dtypes: torch.dtype) -> float:
-    """Picks the tolerance for the coarsest dtype among the contributions and `dtypes`."""
+    """Pick the tolerance for the coarsest dtype among the contributions and `dtypes`."""
     found = {torch.float64, *dtypes}
     for contribution in contributions:
         found.add(contribution.value.dtype if isinstance(contribution, Dense) else contribution.right.dtype)

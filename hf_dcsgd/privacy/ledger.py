@@ -63,23 +63,17 @@ class LedgerRun:
 
 @dataclass(frozen=True)
 class LedgerSummary:
-    """What a ledger says: its runs, oldest first."""
+    """What a ledger says: its runs, oldest first; the plan of the last one, and the steps charged to it."""
 
     runs: tuple[LedgerRun, ...]
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan of the last run."""
         return self.runs[-1].plan
 
     @property
     def charged(self) -> int:
-        """Steps charged to the last run."""
         return self.runs[-1].charged
-
-    @property
-    def torn_lines(self) -> int:
-        return sum(run.torn_lines for run in self.runs)
 
 
 class PrivacyLedger:
@@ -272,9 +266,7 @@ class _Replay:
 
     def count_fragments(self) -> None:
         """Count fragments at the end as charges of the last run."""
-        if self.fragments and self.runs:
-            self.runs[-1].charged += len(self.fragments)
-            self.runs[-1].torn_lines += len(self.fragments)
+        _apply(self.runs[-1], {"kind": "torn", "lines": len(self.fragments), "hash": self.head})
 
     def _read_line(self, number: int, raw: bytes) -> None:
         line = _parse(raw)
@@ -286,7 +278,7 @@ class _Replay:
         if self.fragments:
             if (line.get("kind"), line.get("digest")) != ("torn", self.fragment_digest):
                 raise LedgerError(
-                    f"line {number - 1} of the ledger is not a ledger line and no torn line vouches for it"
+                    f"line {number - 1} of the ledger is not an entry, and no later entry accounts for it"
                 )
             self.fragments = []
         self.head = line["hash"]
@@ -311,7 +303,7 @@ def _chained(head: str, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:
-    """The object on a line, or `None` when the line is not one that was written whole."""
+    """Return the object on a line, or `None` when the line is not one that was written whole."""
     try:
         line = json.loads(raw)
     except ValueError:
@@ -333,7 +325,7 @@ def _require_witnessed(run: LedgerRun, path: Path) -> None:
     known = last_known_line(run.run_id)
     if known is not None and known[1] not in run.charged_at:
         raise LedgerError(
-            f"expected {path} to hold the last line of its run, after {known[0]} charged steps, it is not there "
+            f"expected {path} to hold the last line of its run, after {known[0]} charged steps, but it is not there "
             f"({run.charged} charged): this is a copy, or was put back to an earlier state, and more was spent than "
             "it says. Go on in the directory that has the whole ledger, or start over in a new one"
         )

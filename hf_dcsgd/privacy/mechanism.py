@@ -105,13 +105,13 @@ class DPMechanism:
         return self._charged >= self.plan.steps
 
     def epsilon(self) -> float:
-        """ε of the steps charged so far."""
+        """Return ε of the steps charged so far."""
         return self.plan.epsilon(self._charged)
 
     def clip_factors(
         self, per_example_norms: torch.Tensor, per_example_losses: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The factors fᵢ of one micro-batch, whose share of the side values joins the logical batch under way."""
+        """Return the factors fᵢ of one micro-batch, whose share of the side values joins the present logical batch."""
         count = per_example_norms.shape[0]
         self._sensitivity = self.threshold.sensitivity
         self._add("side", self.threshold.side_contribution(per_example_norms))
@@ -189,7 +189,7 @@ class DPMechanism:
         self._agreed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: the threshold's state, the step, and a witness of what the ledger held."""
+        """Return, JSON-able, the threshold's state, the step, and a witness of what the ledger held."""
         return {
             "threshold": self.threshold.state_dict(),
             "step": self._step,
@@ -220,7 +220,7 @@ class DPMechanism:
         self._agreed = self._all_reduce is None
 
     def _queries(self, clipped_sum: torch.Tensor) -> dict[str, tuple[SensitiveSum, float]]:
-        """What this step asks of the data: each private sum with its sensitivity, and its noise multiplier."""
+        """Collect what this step asks of the data: each private sum with its sensitivity, and its noise multiplier."""
         _require_accounted(self.plan, self.threshold)
         sensitivity = self.threshold.sensitivity
         if self._sensitivity not in (None, sensitivity):
@@ -243,7 +243,7 @@ class DPMechanism:
         self._charged = self._charged + 1 if self._ledger is None else self._ledger.charge(self._step)
 
     def _noisy_totals(self, queries: Mapping[str, tuple[SensitiveSum, float]]) -> dict[str, torch.Tensor]:
-        """Sums over all ranks, with the noise that the main process put into its part."""
+        """Return the sums over all ranks, with the noise that the main process put into its part."""
         if self._is_main_process:
             if self._noise is None:
                 self._noise = NoiseSource(unsafe_seed=self.plan.unsafe_noise_seed)
@@ -265,7 +265,7 @@ def _bounded_factors(threshold: ClippingThreshold, per_example_norms: torch.Tens
 
 
 def _clipped_loss_sum(per_example_losses: torch.Tensor, loss_clip: float) -> torch.Tensor:
-    """fp32 sum, shape (1,), of losses cut to [0, loss_clip]: one example moves it by at most loss_clip."""
+    """Return the fp32 sum, shape (1,), of losses cut to [0, loss_clip]: one example moves it by at most loss_clip."""
     losses = torch.nan_to_num(per_example_losses.detach().float(), nan=loss_clip, posinf=loss_clip, neginf=0.0)
     return losses.clamp(0.0, loss_clip).sum().reshape(1)
 

@@ -33,7 +33,7 @@ _LARGEST_SKIPPING_RATE = 0.1
 
 
 def map_style_length(dataset: object) -> int:
-    """Returns the number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
+    """Return the number of records of a map-style dataset; Poisson sampling is defined for nothing else."""
     if isinstance(dataset, Mapping):
         raise TypeError(
             f"expected one train_dataset, got a {type(dataset).__name__} with the keys "
@@ -48,7 +48,7 @@ def map_style_length(dataset: object) -> int:
 
 
 def bernoulli_positions(generator: np.random.Generator, size: int, rate: float) -> np.ndarray:
-    """Returns the ascending positions of the successes among `size` independent trials of probability `rate`.
+    """Return the ascending positions of the successes among `size` independent trials of probability `rate`.
 
     Below a rate of 0.1 in time and memory O(rate·size), by drawing the number of failures before each success:
 
@@ -106,7 +106,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     @property
     def sampling_rate(self) -> float:
-        """Returns q = B/N."""
+        """q = B/N."""
         return self.expected_batch_size / self.dataset_size
 
     def __len__(self) -> int:
@@ -117,17 +117,17 @@ class PoissonBatchSampler(Sampler[list[int]]):
             yield from self.split(self.draw())
 
     def draw(self) -> np.ndarray:
-        """Makes one Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
+        """Make one Poisson draw from this rank's shard: ascending dataset indices, each at most once."""
         shard_size = len(range(self.rank, self.dataset_size, self.world_size))
         return self.rank + self.world_size * bernoulli_positions(self.generator(), shard_size, self.sampling_rate)
 
     def split(self, draw: Sequence[int] | np.ndarray) -> list[list[int]]:
-        """Cuts the draw into `gradient_accumulation_steps` lists whose sizes differ by at most one."""
+        """Cut the draw into `gradient_accumulation_steps` lists whose sizes differ by at most one."""
         indices = np.asarray(draw, dtype=np.int64)
         return [part.tolist() for part in np.array_split(indices, self.gradient_accumulation_steps)]
 
     def generator(self) -> np.random.Generator:
-        """Returns this rank's secret generator, of this process alone."""
+        """Return this rank's secret generator, of this process alone."""
         if self._generator is None:
             self._generator = np.random.Generator(np.random.PCG64DXSM(secret_entropy(self.unsafe_seed, self.rank)))
         return self._generator

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_dcsgd.privacy.ledger import LedgerRun
 from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.reporting.format import finite
 from hf_dcsgd.reporting.schema import EarlierRun, EarlierRuns, EarlierSpending
 from hf_dcsgd.runs.spending import Spending, SpentRun
 
@@ -55,23 +55,20 @@ class Past:
         together = (self.beside | self.of_the_weights).epsilon(self.this.delta)
         return {
             "runs": _shown(self.beside),
-            "composed_epsilon": together if math.isfinite(together) else None,
+            "composed_epsilon": finite(together),
             "composed_delta": self.this.delta,
         }
 
 
 def _shown(spending: Spending) -> list[EarlierRun]:
-    shown: list[EarlierRun] = []
-    for run in spending.runs:
-        epsilon = Spending((run,)).epsilon(run.delta)
-        shown.append(
-            {
-                "clipping": run.clipping,
-                "charged": run.charged,
-                "epsilon": epsilon if math.isfinite(epsilon) else None,
-                "delta": run.delta,
-                "accountant": "rdp",
-                "opt_outs": list(run.opt_outs),
-            }
-        )
-    return shown
+    return [
+        {
+            "clipping": run.clipping,
+            "charged": run.charged,
+            "epsilon": finite(Spending((run,)).epsilon(run.delta)),
+            "delta": run.delta,
+            "accountant": "rdp",
+            "opt_outs": list(run.opt_outs),
+        }
+        for run in spending.runs
+    ]

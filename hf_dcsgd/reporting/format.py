@@ -31,6 +31,11 @@ def rounded_up(value: float | None, digits: int = 4, *, decimals: int | None = N
     return f"{math.ceil(value * scale * (1 - 1e-12)) / scale:.{digits}g}"
 
 
+def finite(value: float) -> float | None:
+    """Return a number as JSON can hold it: None for an infinite one."""
+    return value if math.isfinite(value) else None
+
+
 def shown_number(value: Any) -> str:
     """Show counts with thousands separators, other numbers with five digits."""
     if isinstance(value, bool) or not isinstance(value, int | float):

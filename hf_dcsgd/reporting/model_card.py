@@ -226,11 +226,8 @@ def _home(kind: type) -> tuple[str, str]:
 def task_of(class_name: str) -> str | None:
     """Return the Hub's name for what a transformers class does, as transformers itself infers it."""
     mappings: Mapping[str, Any] = TASK_MAPPING
-    for task, mapping in mappings.items():
-        for names in mapping.values():
-            if class_name in ([names] if isinstance(names, str) else names):
-                return task
-    return None
+    classes = ((task, _listed(names)) for task, mapping in mappings.items() for names in mapping.values())
+    return next((task for task, names in classes if class_name in names), None)
 
 
 def last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

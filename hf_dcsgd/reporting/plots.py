@@ -41,7 +41,7 @@ _LOG_RATIO = 12.0
 
 
 def threshold_figure(trace: Trace) -> Figure | None:
-    """C_t, and R_t where the strategy has a histogram; None for a strategy without a threshold."""
+    """Draw C_t, and R_t where the strategy has a histogram; None for a strategy without a threshold."""
     steps, threshold = _series(trace, "clip_threshold")
     if not len(steps):
         return None
@@ -57,7 +57,7 @@ def threshold_figure(trace: Trace) -> Figure | None:
 
 
 def histogram_figure(trace: Trace) -> Figure | None:
-    """Heat map over time of the noisy histogram, in units of the norm, with C_t on top; None without a histogram.
+    """Draw a heat map over time of the noisy histogram, by the norm, with C_t on top; None without a histogram.
 
     Darker: a larger share of the noisy batch in that strip of the axis. Negative noisy counts are shown as zero. The
     last bin, just below R, holds everything beyond it.
@@ -93,7 +93,7 @@ def histogram_figure(trace: Trace) -> Figure | None:
 def epsilon_figure(
     steps: Sequence[int], epsilon: Sequence[float | None], *, planned_steps: int, target_epsilon: float | None
 ) -> Figure | None:
-    """ε of the steps charged so far, and the target where there is one; None where no ε is finite."""
+    """Draw ε of the steps charged so far, and the target where there is one; None where no ε is finite."""
     known = [(step, value) for step, value in zip(steps, epsilon, strict=True) if value is not None]
     if len(known) < 2:
         return None
@@ -125,7 +125,7 @@ def _saved(figure: Figure, kind: str, dpi: int, metadata: dict[str, None]) -> by
 
 
 def _shares(line: dict[str, Any], rows: np.ndarray) -> np.ndarray:
-    """Share of one noisy histogram that lies between consecutive values of `rows`."""
+    """Return the share of one noisy histogram that lies between consecutive values of `rows`."""
     counts = np.maximum(np.asarray(line["noisy_histogram"], dtype=float), 0.0)
     edges = np.asarray(line["histogram_edges"], dtype=float)
     below = np.concatenate([[0.0], np.cumsum(counts)]) / max(counts.sum(), 1e-300)

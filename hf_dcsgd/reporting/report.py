@@ -16,18 +16,20 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hf_dcsgd.privacy import accounting
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
-from hf_dcsgd.privacy.plan import PrivacyPlan, PrivacyUnit
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.reporting.earlier import Past
-from hf_dcsgd.reporting.format import parameter_groups, rounded_up
+from hf_dcsgd.reporting.format import finite, parameter_groups, rounded_up
 from hf_dcsgd.reporting.plan_table import describe_unit, opt_out_text
 from hf_dcsgd.reporting.run_record import RUN_FILENAME, read_run_record, software_versions
-from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport, PrivacyUnitFigures
+from hf_dcsgd.reporting.schema import Budget, Guarantee, Model, OptOut, PrivacyReport
 from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.runs.search_cost import SearchCost
 from hf_dcsgd.runs.trace import read_trace
@@ -59,9 +61,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
         recorded = PrivacyPlan.from_dict(record["plan"])
         # The record withholds the seed.
         if {**recorded.privacy_dict(), "unsafe_noise_seed": plan.unsafe_noise_seed} != plan.privacy_dict():
-            notes.append(
-                f"{RUN_FILENAME} describes another run than the ledger, so details of the model are left out."
-            )
+            notes.append(f"{RUN_FILENAME} describes another run than the ledger, so the model is left out.")
             record = None
         else:
             plan = recorded
@@ -93,7 +93,7 @@ def build_report(run_dir: str | os.PathLike[str]) -> PrivacyReport:
             "dataset_size": plan.dataset_size,
             "expected_batch_size": plan.expected_batch_size,
             "sampling_rate": plan.sampling_rate,
-            "privacy_unit": _unit_figures(plan.unit),
+            "privacy_unit": None if plan.unit is None else asdict(plan.unit),
         },
         "noise": {
             "noise_multiplier": plan.noise_multiplier,
@@ -176,24 +176,21 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
     inherited = past.inherited.runs if past.dismissed is None else ()
     voided = sorted({name for run in inherited for name in run.opt_outs})
     others = sorted({run.unit or "example" for run in inherited if run.unit != past.this.unit})
-    if others:
-        text = (
-            f"These weights come from a run that protects another unit ({', '.join(others)}), maybe on the same data."
-        )
-        opt_outs.append({"name": "earlier_spending", "text": text})
-    if voided:
-        text = f"These weights come from a run without a guarantee ({', '.join(voided)}), maybe on the same data."
-        opt_outs.append({"name": "earlier_spending", "text": text})
+    for kind, names in (("that protects another unit", others), ("without a guarantee", voided)):
+        if names:
+            text = f"These weights come from a run {kind} ({', '.join(names)}), maybe on the same data."
+            opt_outs.append({"name": "earlier_spending", "text": text})
     epsilon = past.of_the_weights.epsilon(plan.delta) if inherited else plan.epsilon(charged)
     accountant = "rdp" if inherited else plan.accountant
     if opt_outs:
         named = " and ".join(opt_out["name"] for opt_out in opt_outs)
         sentence = f"There is no privacy guarantee for this run, because of {named}."
     else:
+        level = "single training examples" if plan.unit is None else f"whole {plan.unit.column} values"
         steps = sum(run.charged for run in inherited) + charged
         sentence = (
             f"The trained model and all that the run logged are (ε = {rounded_up(epsilon)}, δ = "
-            f"{rounded_up(plan.delta)})-differentially private at the level of {_level(plan)}: for adding or removing "
+            f"{rounded_up(plan.delta)})-differentially private at the level of {level}: for adding or removing "
             f"any one {plan.protected}, with batches drawn by Poisson sampling, as computed by the "
             f"{accountant.upper()} accountant over {steps:,} charged step{'' if steps == 1 else 's'}."
         )
@@ -210,7 +207,7 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
     return {
         "holds": not opt_outs,
         "sentence": sentence,
-        "epsilon": None if opt_outs else _finite(epsilon),
+        "epsilon": None if opt_outs else finite(epsilon),
         "delta": None if opt_outs else plan.delta,
         "unit": "example" if plan.unit is None else plan.unit.column,
         "neighboring": f"add or remove one {plan.protected}",
@@ -220,27 +217,17 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
     }
 
 
-def _unit_figures(unit: PrivacyUnit | None) -> PrivacyUnitFigures | None:
-    if unit is None:
-        return None
-    return {"column": unit.column, "count": unit.count, "max_rows": unit.max_rows, "clipping": unit.clipping}
-
-
-def _level(plan: PrivacyPlan) -> str:
-    return "single training examples" if plan.unit is None else f"whole {plan.unit.column} values"
-
-
 def _budget(plan: PrivacyPlan, charged: int) -> Budget:
-    other = next(name for name in accounting.ACCOUNTANTS if name != plan.accountant)
+    other = next(name for name in ACCOUNTANTS if name != plan.accountant)
     return {
         "accountant": plan.accountant,
-        "epsilon": _finite(plan.epsilon(charged)),
+        "epsilon": finite(plan.epsilon(charged)),
         "delta": plan.delta,
         "target_epsilon": plan.target_epsilon,
-        "planned_epsilon": _finite(plan.epsilon()),
+        "planned_epsilon": finite(plan.epsilon()),
         "other_accountant": other,
         # Of a group of rows, only PLD knows the cost.
-        "other_epsilon": None if plan.group_size > 1 else _finite(plan.epsilon(charged, other, _GRID_SCALE)),
+        "other_epsilon": None if plan.group_size > 1 else finite(plan.epsilon(charged, other, _GRID_SCALE)),
     }
 
 
@@ -249,7 +236,7 @@ def _epsilon_over_steps(plan: PrivacyPlan, charged: int) -> dict[str, list[Any]]
     points = 60 if plan.accountant == "rdp" else 6
     steps = sorted({math.ceil(charged * (k / points) ** 2) for k in range(points + 1)})
     values = [plan.epsilon(s, grid_scale=1.0 if s == charged else _GRID_SCALE) for s in steps]
-    return {"steps": steps, "epsilon": [_finite(value) for value in values]}
+    return {"steps": steps, "epsilon": [finite(value) for value in values]}
 
 
 def _search_notes(run_dir: Path) -> list[str]:
@@ -258,8 +245,9 @@ def _search_notes(run_dir: Path) -> list[str]:
     cost = SearchCost.read(run_dir) or around
     if cost is None:
         return []
-    price = f"an unbounded ε, because of {' and '.join(cost.opt_outs)}" if cost.opt_outs else ""
-    price = price or _bound(cost.epsilon, cost.delta)
+    price = _bound(cost.epsilon, cost.delta)
+    if cost.opt_outs:
+        price = f"an unbounded ε, because of {' and '.join(cost.opt_outs)}"
     return [
         f"A hyperparameter search of {len(cost.trials)} trials on the same data cost {price} by composition. "
         "A model chosen by it, or trained with what it found, costs that on top."
@@ -268,9 +256,6 @@ def _search_notes(run_dir: Path) -> list[str]:
 
 def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> Model:
     known: Mapping[str, Any] = record or {}
-    counts: dict[str, int] = {}
-    for rule in known.get("rules", {}).values():
-        counts[rule] = counts.get(rule, 0) + 1
     parameters = known.get("parameters", {})
     return {
         "num_parameters": plan.num_parameters,
@@ -281,23 +266,16 @@ def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> Model:
         "trainable_layers": known.get("trainable_layers"),
         "groups": parameter_groups(parameters) or None,
         "parameters": list(parameters),
-        "modules_by_rule": counts,
+        "modules_by_rule": dict(Counter(known.get("rules", {}).values())),
         "slow_parameters": known.get("slow_parameters", []),
     }
 
 
 def _trajectory(trace: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    names = [
-        name
-        for name in ("clip_threshold", "histogram_range", "noisy_clip_fraction")
-        if any(name in line for line in trace)
-    ]
+    known = {name for line in trace for name in line}
+    names = [name for name in ("clip_threshold", "histogram_range", "noisy_clip_fraction") if name in known]
     return {name: [line.get(name) for line in trace] for name in ("step", *names)} if names else {}
 
 
 def _bound(epsilon: float | None, delta: float | None) -> str:
     return f"ε = {rounded_up(epsilon)} at δ = {rounded_up(delta)}"
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -54,22 +54,13 @@ class Steps(TypedDict):
 
 
 class Sampling(TypedDict):
-    """How batches were drawn."""
+    """How batches were drawn; `privacy_unit` holds the fields of `PrivacyUnit` where more than a row is protected."""
 
     method: str
     dataset_size: int
     expected_batch_size: int
     sampling_rate: float
-    privacy_unit: PrivacyUnitFigures | None
-
-
-class PrivacyUnitFigures(TypedDict):
-    """What is protected where it is more than a row: see `PrivacyUnit`."""
-
-    column: str
-    count: int
-    max_rows: int
-    clipping: str
+    privacy_unit: dict[str, Any] | None
 
 
 class Noise(TypedDict):

@@ -74,7 +74,7 @@ class PrivacyCallback(TrainerCallback, ExportableState):
 
 
 def saved_privacy_state(state: TrainerState) -> dict[str, Any] | None:
-    """Plan and mechanism as `PrivacyCallback` saved them in this trainer state, if it did."""
+    """Return plan and mechanism as `PrivacyCallback` saved them in this trainer state, if it did."""
     callbacks: Any = state.stateful_callbacks
     entry = (callbacks or {}).get(PrivacyCallback.__name__) or {}
     return (entry[0] if isinstance(entry, list) else entry).get("attributes", {}).get("saved")

@@ -30,7 +30,7 @@ def last_complete_checkpoint(output_dir: str | Path) -> str:
     for step in sorted((step for step in by_step if step.isdigit()), key=int, reverse=True):
         if is_complete(by_step[step]):
             return str(by_step[step])
-        logger.warning("%s was not written to its end and is passed over", by_step[step])
+        logger.warning("%s is incomplete and is skipped", by_step[step])
     raise ValueError(f"expected a complete checkpoint in {output_dir} to resume from, found none")
 
 
@@ -76,7 +76,7 @@ def require_traced_charges(run_dir: Path, charged: int) -> None:
 
 
 def _layouts(saved: PrivacyPlan, now: PrivacyPlan) -> str:
-    """How the work was spread over processes and is now, where that differs."""
+    """Say how the work was spread over processes and is now, where that differs."""
     before, here = ((p.world_size, p.gradient_accumulation_steps) for p in (saved, now))
     if before == here:
         return ""

@@ -75,27 +75,17 @@ def search_cost(trials: Sequence[tuple[str, DPMechanism]], earlier: SearchCost |
 
     `earlier` is what searches before this one have cost on the same data: it counts in full.
     """
+    before = earlier or SearchCost(0.0, 1.0, "", (), ())
+    charged = list(before.trials)
+    for directory, mechanism in trials:
+        plan = mechanism.plan
+        numbers = plan.noise_multiplier, plan.sampling_rate, mechanism.epsilon(), plan.group_size
+        charged.append(TrialCost(directory, mechanism.charged, *numbers))
     plans = [mechanism.plan for _, mechanism in trials]
-    charged = [
-        *(() if earlier is None else earlier.trials),
-        *(
-            TrialCost(
-                directory, m.charged, m.plan.noise_multiplier, m.plan.sampling_rate, m.epsilon(), m.plan.group_size
-            )
-            for directory, m in trials
-        ),
-    ]
     runs = [AccountedRun(t.noise_multiplier, t.sampling_rate, t.charged_steps, t.group_size) for t in charged]
-    delta = min([plan.delta for plan in plans] + ([] if earlier is None else [earlier.delta]))
-    accountant = plans[-1].accountant
-    voided = [*(() if earlier is None else earlier.opt_outs), *(name for plan in plans for name in plan.opt_outs)]
-    return SearchCost(
-        epsilon=composed_epsilon(runs, delta, accountant),
-        delta=delta,
-        accountant=accountant,
-        trials=tuple(charged),
-        opt_outs=tuple(dict.fromkeys(voided)),
-    )
+    delta, accountant = min(before.delta, *(plan.delta for plan in plans)), plans[-1].accountant
+    opt_outs = dict.fromkeys([*before.opt_outs, *(name for plan in plans for name in plan.opt_outs)])
+    return SearchCost(composed_epsilon(runs, delta, accountant), delta, accountant, tuple(charged), tuple(opt_outs))
 
 
 class HyperparameterSearch:

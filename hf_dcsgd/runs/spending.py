@@ -111,7 +111,7 @@ class Spending:
         return Spending(tuple(runs.values()))
 
     def epsilon(self, delta: float) -> float:
-        """ε of all these runs on the same data; infinite when one has no guarantee, or one for another unit."""
+        """Return ε of all these runs on the same data; infinite when one has no guarantee, or one for another unit."""
         if any(run.opt_outs for run in self.runs) or len({run.unit for run in self.runs}) > 1:
             return math.inf
         runs = [AccountedRun(r.noise_multiplier, r.sampling_rate, r.charged, r.group_size) for r in self.runs]
@@ -204,12 +204,9 @@ class SpendingRecorder:
 
 
 def _spending_in_config(model: nn.Module) -> Spending:
-    config = getattr(unwrapped_model(model), "config", None)
-    values = getattr(config, CONFIG_KEY, None)
-    if values is None:
-        return Spending()
+    values = getattr(getattr(unwrapped_model(model), "config", None), CONFIG_KEY, None)
     try:
-        return Spending.from_list(values)
+        return Spending() if values is None else Spending.from_list(values)
     except ValueError as error:
         raise ValueError(f"model.config.{CONFIG_KEY} cannot be read, so what was spent is unknown: {error}") from error
 
@@ -235,11 +232,8 @@ def _register(spending: Spending, digests: list[str]) -> None:
         return
     line = json.dumps({"runs": spending.to_list(), "tensors": digests}) + "\n"
     try:
-        file = open_private(registry_path(REGISTRY_FILENAME), os.O_WRONLY | os.O_APPEND)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with os.fdopen(open_private(registry_path(REGISTRY_FILENAME), os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(line.encode())
     except OSError as error:
         _remembered.update(dict.fromkeys(digests, spending))
         logger.warning("what was spent on these weights is remembered in this process only: %s", error)

@@ -49,7 +49,7 @@ _BIAS_NAME = re.compile(r"(^|\.)bias$|_bias$|(^|\.)bias_[^.]*$")
 
 
 def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = DEFAULT_LAYERS) -> list[str]:
-    """Makes the parameters that `expression` names trainable and freezes all others; returns their names.
+    """Make the parameters that `expression` names trainable and freeze all others; return their names.
 
     Names are those of `model.named_parameters()`, in its order; a parameter that goes by several names (tied weights)
     is matched by each and returned under the first. If the expression is in error, ValueError is raised and the model
@@ -59,25 +59,18 @@ def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = 
     entries = _entries(expression)
     names = _names_by_parameter(model)
     if entries == ["as_is"]:
-        selected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if not selected:
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not trained:
             raise ValueError("trainable_layers is as_is, but no parameter of the model requires a gradient")
-        return [aliases[0] for aliases in names.values() if aliases[0] in selected]
-    chosen: set[str] = set()
-    unmatched = []
-    for entry in entries:
-        matched = _selection(model, entry, names)
-        chosen |= matched
-        if not matched:
-            unmatched.append(entry)
+        return trained
+    matched = {entry: _selection(model, entry, names) for entry in entries}
+    unmatched = [entry for entry, found in matched.items() if not found]
     if unmatched:
         raise ValueError(_no_match_message(model, unmatched))
-    result = []
-    for parameter, aliases in zip(dict(model.named_parameters()).values(), names.values(), strict=True):
-        parameter.requires_grad_(aliases[0] in chosen)
-        if aliases[0] in chosen:
-            result.append(aliases[0])
-    return result
+    chosen = set().union(*matched.values())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in chosen)
+    return [name for name, _ in model.named_parameters() if name in chosen]
 
 
 def prepare_layers(model: nn.Module, expression: str | None, *, autocast: bool = False) -> str:
@@ -93,12 +86,15 @@ def prepare_layers(model: nn.Module, expression: str | None, *, autocast: bool =
 
 def default_layers(model: nn.Module) -> str:
     """Return the expression for a model where the user gave none: as it is for adapters and plain modules."""
-    has_adapters = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
-    return DEFAULT_LAYERS if hasattr(model, "base_model_prefix") and not has_adapters else "as_is"
+    return DEFAULT_LAYERS if hasattr(model, "base_model_prefix") and not _has_adapters(model) else "as_is"
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def hold_in_fp32(model: nn.Module, *, autocast: bool) -> None:
-    """Half-precision parameters that are trained become fp32; without autocast the whole model does, to fit them."""
+    """Turn trained half-precision parameters to fp32; without autocast the whole model, to fit them."""
     if any(p.requires_grad and p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
         if not autocast:
             model.float()
@@ -109,13 +105,11 @@ def hold_in_fp32(model: nn.Module, *, autocast: bool) -> None:
 
 
 def train_mode(model: nn.Module) -> None:
-    """`model.train()`, but frozen BatchNorm keeps its stored statistics: those of a batch would mix examples."""
+    """Call `model.train()`, but let frozen BatchNorm keep stored statistics: those of a batch would mix examples."""
     model.train()
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not any(
-            parameter.requires_grad for parameter in module.parameters()
-        ):
-            module.eval()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train(any(parameter.requires_grad for parameter in module.parameters()))
 
 
 def _entries(expression: str | Sequence[str]) -> list[str]:
@@ -126,12 +120,12 @@ def _entries(expression: str | Sequence[str]) -> list[str]:
     if not entries:
         raise ValueError(f"trainable_layers is empty: {expression!r}; presets: {', '.join(PRESETS)}")
     if "as_is" in entries and len(entries) > 1:
-        raise ValueError(f"trainable_layers: as_is stands alone, got {expression!r}")
+        raise ValueError(f"trainable_layers: as_is cannot be combined with other entries, got {expression!r}")
     return entries
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    """For each parameter all of its names, the one in `model.named_parameters()` first."""
+    """List all names of each parameter, the one in `model.named_parameters()` first."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -139,11 +133,11 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _selection(model: nn.Module, entry: str, names: dict[int, list[str]]) -> set[str]:
-    """First names of the parameters that one entry selects."""
+    """Return the first names of the parameters that one entry selects."""
     last = re.fullmatch(r"last:(.*)", entry)
     if entry not in PRESETS and not last:
         return {aliases[0] for aliases in names.values() if any(_matches(entry, alias) for alias in aliases)}
-    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
+    if _has_adapters(model):
         raise ValueError(
             f"trainable_layers={entry!r} cannot be applied to a model with peft adapters, whose own selection it "
             'would undo; use trainable_layers="as_is", or name modules'
@@ -173,7 +167,7 @@ def _last_blocks(model: nn.Module, blocks: str, count: str) -> list[str]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a glob matches a parameter's name or that of a module that holds it."""
+    """Tell whether a glob matches a parameter's name or that of a module that holds it."""
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
@@ -186,7 +180,7 @@ def _is_under(name: str, prefixes: Sequence[str]) -> bool:
 
 
 def _base_name(model: nn.Module) -> str:
-    """Name of the base model within a transformers task model; empty if the model is its own base."""
+    """Return the name of the base model within a transformers task model; empty if the model is its own base."""
     prefix = getattr(model, "base_model_prefix", "")
     return prefix if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
 
@@ -215,7 +209,7 @@ def block_list(model: nn.Module) -> str:
 
 
 def _head_prefixes(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Names of the modules and parameters that come after the blocks."""
+    """Yield the names of the modules and parameters that come after the blocks."""
     base = _base_name(model)
     from_transformers = hasattr(model, "base_model_prefix")
     parts = blocks.split(".")
@@ -258,7 +252,7 @@ def _no_match_message(model: nn.Module, entries: Sequence[str]) -> str:
 
 
 def _near_matches(entry: str, names: Sequence[str], limit: int = 5) -> list[str]:
-    """Names that end alike first (`pooler` for `bert.pooler`), then those spelled alike."""
+    """List names that end alike first (`pooler` for `bert.pooler`), then those spelled alike."""
     wanted = entry.strip("*.?")
     alike = [name for name in names if wanted and name.endswith(f".{wanted}")]
     last_part = wanted.rpartition(".")[2]
