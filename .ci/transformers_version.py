@@ -1,22 +1,25 @@
-"""Print the requirement for one end of the range of transformers that pyproject.toml allows: `lowest` or `highest`."""
+"""Print the lowest or highest transformers on the package index that pyproject.toml allows."""
 
+import re
+import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def requirement(end: str) -> str:
-    """Return the lowest version with its patch releases, or the whole range, of which pip takes the highest."""
-    allowed = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "transformers")
-    if end == "highest":
-        return f"{allowed.name}{allowed.specifier}"
-    lowest = next(part.version for part in allowed.specifier if part.operator == ">=")
-    return f"{allowed.name}~={'.'.join([*lowest.split('.'), '0'][:3])}"
+def end_of_range(end: str, versions: Iterable[str]) -> str:
+    """Return the lowest or highest of these versions that are allowed."""
+    allowed = next(r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "transformers").specifier
+    return {"lowest": min, "highest": max}[end](allowed.filter(versions), key=Version)
 
 
 if __name__ == "__main__":
-    print(requirement(sys.argv[1]))
+    command = [sys.executable, "-m", "pip", "index", "versions", "transformers"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    print(end_of_range(sys.argv[1], re.search("Available versions: (.*)", shown)[1].split(", ")))
