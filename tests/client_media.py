@@ -86,7 +86,7 @@ def run_audio_classification(names: Names, argv: Sequence[str]) -> dict:
     return media_script(names, argv, hf.AutoModelForAudioClassification, row, collate, accuracy)
 
 
-def run_speech_recognition_ctc(names: Names, argv: Sequence[str]) -> dict:
+def run_speech_recognition_ctc(names: Names, argv: Sequence[str], auto_class: Any = hf.AutoModelForCTC) -> dict:
     def row(k: int) -> dict[str, Any]:
         letters = [1 + "abcdefghijklmnopqrstuvwxyz".find(letter) % 9 for letter in sentence(k, 1)]
         return {"input_values": noise(k, 800 + 80 * (k % 3)), "labels": torch.tensor(letters)}
@@ -101,7 +101,24 @@ def run_speech_recognition_ctc(names: Names, argv: Sequence[str]) -> dict:
         made = np.argmax(prediction.predictions, axis=-1)
         return {"blank": float((made == 0).mean())}
 
-    return media_script(names, argv, hf.AutoModelForCTC, row, collate, letters_right)
+    return media_script(names, argv, auto_class, row, collate, letters_right)
+
+
+class WithFreshAdapters:
+    """Loads a model as the script does that trains adapters of attention, and nothing else."""
+
+    @staticmethod
+    def from_pretrained(path: str) -> Any:
+        model: Any = hf.Wav2Vec2ForCTC.from_pretrained(path)
+        model.init_adapter_layers()
+        model.freeze_base_model()
+        for weight in model._get_adapters().values():
+            weight.requires_grad = True
+        return model
+
+
+def run_speech_recognition_ctc_adapter(names: Names, argv: Sequence[str]) -> dict:
+    return run_speech_recognition_ctc(names, argv, WithFreshAdapters)
 
 
 def run_semantic_segmentation(names: Names, argv: Sequence[str]) -> dict:

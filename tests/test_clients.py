@@ -100,6 +100,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "wav2vec2": lambda: wav2vec2(hf.Wav2Vec2ForSequenceClassification),
     "wav2vec2_quiet": lambda: wav2vec2(hf.Wav2Vec2ForSequenceClassification, mask_time_prob=0.0, layerdrop=0.0),
     "wav2vec2_ctc": lambda: wav2vec2(hf.Wav2Vec2ForCTC, mask_time_prob=0.0, layerdrop=0.0),
+    "wav2vec2_adapter": lambda: wav2vec2(
+        hf.Wav2Vec2ForCTC, mask_time_prob=0.0, layerdrop=0.0, adapter_attn_dim=4, do_stable_layer_norm=True
+    ),
     "segformer": segformer,
     "detr": detr,
     "maskformer": maskformer,
@@ -131,6 +134,7 @@ WITH_AN_OPTION: list[tuple[Any, str, str, str]] = [
         "--trainable_layers decode_head.linear_*,decode_head.classifier",
         "eval_accuracy",
     ),
+    (media.run_speech_recognition_ctc_adapter, "wav2vec2_adapter", "--trainable_layers as_is", "eval_blank"),
 ]
 COUPLED_LOSS = "one example moves the gradient of all others"
 # Script, model, the error, its reason.

@@ -62,6 +62,10 @@ def test_few_examples_get_a_rate_that_noise_allows_and_a_warning(tmp_path):
     warning = little_to_expect(args, plan)
     assert warning is not None
     assert warning.endswith("a model that was trained on similar public data")
+    larger = arguments(tmp_path, target_epsilon=8)
+    assert "expect less than such data could give: 2,490" in (little_to_expect(larger, plan_of(larger, 2_490)) or "")
+    enough = arguments(tmp_path, target_epsilon=8)
+    assert little_to_expect(enough, plan_of(enough, 10_000)) is None
     given = arguments(tmp_path, target_epsilon=2, learning_rate=1e-4)
     assert (little_to_expect(given, plan_of(given, 2_490)) or "").endswith("leaving learning_rate to the recipe")
     assert little_to_expect(arguments(tmp_path, target_epsilon=8, optim="sgd"), plan) is None

@@ -83,6 +83,30 @@ def test_a_csv_and_a_model_become_a_private_model_with_its_report(folder: Path, 
         assert shown in done.stdout + done.stderr
 
 
+EXTRAS = ("matplotlib", "peft", "evaluate", "sklearn", "sacrebleu", "opacus", "hypothesis", "tensorboard")
+
+
+def test_base_dependencies_are_enough(folder: Path, tmp_path: Path) -> None:
+    """What the extras bring is taken away before the package is imported; adapters then say which one they need."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
+        "from hf_dcsgd.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+    )
+    options = [*text_options(folder, validation_file=folder / "dev.csv"), "--cache_dir", tmp_path / "cache", *SHORT]
+
+    def run(*more: object) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", code, *map(str, [*options, *more])]
+        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+
+    done = run("--output_dir", "out")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "privacy_report.json").is_file()
+    assert (tmp_path / "out" / "eval_results.json").is_file()
+    refused = run("--output_dir", "other", "--lora")
+    assert refused.returncode == USAGE_ERROR
+    assert "pip install 'hf-dcsgd[demo]'" in refused.stderr
+
+
 def call(*options: object) -> int:
     return main(["train", *map(str, options)])
 

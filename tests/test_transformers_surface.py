@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
-from transformers import Trainer, TrainerState
+from transformers import Seq2SeqTrainer, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_dcsgd import DCSGDTrainer
+from hf_dcsgd import DCSGDSeq2SeqTrainer, DCSGDTrainer
+from hf_dcsgd.checks.trainer_inputs import GUARDED_METHODS
 
 # Methods that are overridden, with the parameters that the loop hands over.
 OVERRIDDEN = {
@@ -83,3 +85,15 @@ def test_the_state_of_callbacks_is_saved_with_the_trainer(tmp_path) -> None:
     state.save_to_json(str(tmp_path / TRAINER_STATE_NAME))
     again = TrainerState.load_from_json(str(tmp_path / TRAINER_STATE_NAME))
     assert again.stateful_callbacks["PrivacyCallback"]["attributes"]["saved"] == {"a": 1}
+
+
+def test_the_seq2seq_trainer_adds_evaluation_alone() -> None:
+    """What the guarantee rests on is not overridden, and its `__init__`, which is passed over, sets one thing."""
+    added = {
+        name for name, value in vars(Seq2SeqTrainer).items() if callable(value) or isinstance(value, staticmethod)
+    }
+    known = {"__init__", "load_generation_config", "evaluate", "predict", "prediction_step", "_pad_tensors_to_max_len"}
+    assert added == known
+    assert all(getattr(DCSGDSeq2SeqTrainer, name) is getattr(DCSGDTrainer, name) for name in GUARDED_METHODS)
+    source = inspect.getsource(Seq2SeqTrainer.__init__)
+    assert re.findall(r"self\.([\w.]+) = ", source) == ["model.generation_config"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan, PrivacyUnit
-from hf_dcsgd.recipe import AUTO, USEFUL_TRAVEL
+from hf_dcsgd.recipe import AUTO, TRAVEL, USEFUL_TRAVEL
 
 if TYPE_CHECKING:
     from hf_dcsgd.training_args import DCSGDTrainingArguments
@@ -82,14 +82,15 @@ def _guarantee(plan: PrivacyPlan) -> str:
 
 
 def little_to_expect(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str | None:
-    """Say that a run is likely to learn little, and what helps; None where it is not, or where that is not known."""
+    """Say that a run is likely to learn little, and what helps; None where that is not so, or not known."""
     distance = _travel(args, plan)
-    if distance is None or distance >= USEFUL_TRAVEL:
+    if distance is None or distance >= TRAVEL / 2:
         return None
+    expected = "little" if distance < USEFUL_TRAVEL else "less than such data could give"
     return (
-        f"expect little: {plan.dataset_size:,} examples at ε = {plan.epsilon():.3g} leave so much noise beside so few "
-        f"steps that the model will hardly move (D = {distance:.3g}; below {USEFUL_TRAVEL:g}, models stayed close to "
-        f"untrained). What helps: more examples, a larger target_epsilon, {_left_to_recipe(args)}"
+        f"expect {expected}: {plan.dataset_size:,} examples at ε = {plan.epsilon():.3g} mean much noise for so few "
+        f"steps (D = {distance:.3g}; the recipe aims at {TRAVEL:g}, and below {USEFUL_TRAVEL:g} models have ended "
+        f"close to untrained). What helps: more examples, a larger target_epsilon, {_left_to_recipe(args)}"
     )
 
 
