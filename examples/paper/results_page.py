@@ -224,7 +224,7 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("charged", charged_table),
     ("held_out", held_out_table),
     ("claims", lambda results: table(["claim", "verdict", "figures here"], claims(results))),
-    ("scale", lambda results: option_table(results, ["clip_threshold", "scale_free_gradient"])),
+    ("scale", lambda results: option_table(results, ["clip_threshold", "scale_free_gradient", "adam_bc_rate"])),
     (
         "insensitivity",
         lambda results: option_table(

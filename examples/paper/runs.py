@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import tasks
 import torch
+from adam_bc import AdamBC
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import IntervalStrategy
 
@@ -44,7 +45,8 @@ class Setting:
             5 epochs for text, RDP), or `recipe`: nothing given but ε.
         epsilon: ε; None without privacy.
         options: Arguments that differ from the method's; and `tuned_by`, a method of `tuning_cost`: the noise is then
-            that of one run among `GRID` ones that cost ε together.
+            that of one run among `GRID` ones that cost ε together. `adam_bc_rate` trains with `AdamBC` at that share
+            of the recipe's learning rate.
         rows: How many training rows; None for all.
         seed: Initializes the head. Noise and draws are fresh in any case.
     """
@@ -91,7 +93,7 @@ class Setting:
             common |= {"recipe": "paper", "clipping": self.method}
             common |= {"num_train_epochs": PAPER_EPOCHS[self.task]} if self.task in PAPER_EPOCHS else {}
         budget: dict[str, Any] = {"target_epsilon": self.epsilon}
-        options = {name: value for name, value in self.options.items() if name != "tuned_by"}
+        options = {name: value for name, value in self.options.items() if name not in ("tuned_by", "adam_bc_rate")}
         if "tuned_by" in self.options:
             budget = {"noise_multiplier": self._noise_of_a_tuned_run(dataset_size)}
         return DCSGDTrainingArguments(folder, **{**common, **budget, **options})
@@ -135,6 +137,8 @@ def carry_out(setting: Setting, data_folder: Path) -> dict[str, Any]:
         }
         if isinstance(args, DCSGDTrainingArguments):
             trainer: Trainer = DCSGDTrainer(model, args, **common, per_example_loss_func=data.loss)
+            if "adam_bc_rate" in setting.options:
+                trainer.optimizer = _adam_bc(trainer, setting.options["adam_bc_rate"])
         else:
             if data.loss is None:
                 select_trainable_layers(model)
@@ -164,6 +168,15 @@ def carry_out(setting: Setting, data_folder: Path) -> dict[str, Any]:
             result |= {"plan": trainer.plan.to_dict(), "epsilon": trainer.epsilon()}
             result["thresholds"] = _thresholds(Path(folder))
     return result
+
+
+def _adam_bc(trainer: DCSGDTrainer, share: float) -> AdamBC:
+    """Return the optimizer for releases divided by their threshold: the noise of each coordinate is σ_T/B."""
+    assert trainer.plan is not None
+    assert trainer.args.scale_free_gradient
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    noise_std = trainer.plan.grad_noise_multiplier / trainer.plan.expected_batch_size
+    return AdamBC(trained, share * trainer.args.learning_rate, noise_variance=noise_std**2)
 
 
 def _mean_of(loss: Any) -> Any:

@@ -85,11 +85,13 @@ def insensitivity(rows: int | None) -> Iterator[Setting]:
 
 
 def scale(rows: int | None) -> Iterator[Setting]:
-    """Yield the release as it is and divided by its threshold, from good and bad first thresholds."""
+    """Yield the release as it is and divided by its threshold, from good and bad first thresholds; and `AdamBC`."""
     for first in (100.0, 0.01, 1.0):
         for divided in (False, True):
             options = {"clip_threshold": first, "scale_free_gradient": divided}
             yield Setting("sst2", "recipe", 2.0, options, rows or 20_000)
+    for share in (0.3, 0.1, 1.0):
+        yield Setting("sst2", "recipe", 2.0, {"adam_bc_rate": share}, rows or 20_000)
 
 
 def held_out(rows: int | None) -> Iterator[Setting]:
