@@ -16,7 +16,9 @@ PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "benchmarks.png
 Results = Mapping[str, Mapping[str, Any]]
 
 MODELS = {"mini": "BERT 6 × 384", "base": "BERT 12 × 768", "causal": "GPT-NeoX 6 × 384, V = 32,000",
-          "choices": "BERT 6 × 384, four choices"}  # fmt: skip
+          "choices": "BERT 6 × 384, four choices", "llama_32": "Llama 8 × 512, V = 32,000",
+          "thin_32": "Llama 2 × 128, V = 32,000", "thin_32_tied": "Llama 2 × 128, V = 32,000, tied",
+          "thin_150": "Llama 2 × 128, V = 150,000"}  # fmt: skip
 VARIANTS = {
     "plain": ("plain", "#8895a1"),
     "fixed": ("`fixed`", "#7fb0d0"),
@@ -58,7 +60,8 @@ def _trained(row: Mapping[str, Any]) -> str:
     layers = row["layers"]
     if layers.startswith("last:"):
         return f"last {layers[5:]} layers and head"
-    return {"lora": "LoRA, r = 8, all layers", "all": "everything"}.get(layers, "last layer, pooler, classifier")
+    names = {"lora": "LoRA, r = 8, all layers", "all": "everything", "lm_head": "head"}
+    return names.get(layers, "last layer, pooler, classifier")
 
 
 def _steps(results: Results) -> Iterator[str]:

@@ -64,5 +64,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_mini_lora_64": step("mini", "lora", 16, 64),
     "step_mini_lora_512": step("mini", "lora", 2, 512),
     "step_mini_embeddings_64": step("mini", "all", 32, 64, micro=16, rounds=2),
+    "step_llama_lora_256": step("llama_32", "lora", 4, 256, variants=BOTH),
+    **{
+        f"step_thin{vocabulary}_{layers.removeprefix('lm_')}_{length}": step(
+            f"thin_{vocabulary}", layers, max(1, 512 // length), length, rounds=1, variants=BOTH
+        )
+        for vocabulary, layers, length in (
+            *((32, layers, length) for layers in ("lora", "lm_head") for length in (256, 1024, 2048)),
+            *((150, layers, 256) for layers in ("lora", "lm_head")),
+        )
+    },
+    "step_thin32_tied_256": step("thin_32_tied", "lm_head", 2, 256, rounds=1, variants=BOTH),
     "collectives": {"kind": "collectives"},
 }

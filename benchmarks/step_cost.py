@@ -22,11 +22,14 @@ from transformers import (
     BertForSequenceClassification,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
 )
 
 from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.tasks.layer_selection import select_trainable_layers
+from hf_dcsgd.tasks.losses import IGNORE_INDEX, unwrapped_model
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 SIZES = {
@@ -34,6 +37,11 @@ SIZES = {
     "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
 }
 VOCABULARY = 32_000  # of the causal language model
+LLAMAS = {
+    "llama": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1376},
+    # Little but a vocabulary: what is written down of it decides.
+    "thin": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256},
+}
 CHOICES = 4  # of a question
 Batch = dict[str, Tensor]
 Step = Callable[[list[Batch]], None]
@@ -44,6 +52,10 @@ def make_model(size: str, layers: str) -> nn.Module:
     if size == "causal":
         config = GPTNeoXConfig(vocab_size=VOCABULARY, max_position_embeddings=1024, **SIZES["mini"])
         model: nn.Module = GPTNeoXForCausalLM(config)
+    elif size.startswith(tuple(LLAMAS)):  # llama_32, thin_150_tied: thousands of tokens in the vocabulary
+        name, thousands, *tied = size.split("_")
+        shape = {"vocab_size": 1000 * int(thousands), "max_position_embeddings": 2048, **LLAMAS[name]}
+        model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=bool(tied), use_cache=False, **shape))
     elif size == "choices":
         model = BertForMultipleChoice(BertConfig(**SIZES["mini"]))
     else:
@@ -51,7 +63,10 @@ def make_model(size: str, layers: str) -> nn.Module:
     if layers == "lora":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=8, task_type="SEQ_CLS", target_modules=["query", "value"]))
+        task, names = "SEQ_CLS", ["query", "value"]
+        if isinstance(model, LlamaForCausalLM):
+            task, names = "CAUSAL_LM", ["q_proj", "v_proj"]
+        model = get_peft_model(model, LoraConfig(r=8, task_type=task, target_modules=names))
     else:
         select_trainable_layers(model, layers)
     return model.train().to(DEVICE)
@@ -61,7 +76,7 @@ def make_batch(model: nn.Module, size: int, length: int) -> Batch:
     generator = torch.Generator().manual_seed(0)
     shape = (size, CHOICES, length) if isinstance(model, BertForMultipleChoice) else (size, length)
     tokens = torch.randint(1000, 30_000, shape, generator=generator).to(DEVICE)
-    causal = isinstance(model, GPTNeoXForCausalLM)
+    causal = isinstance(unwrapped_model(model), GPTNeoXForCausalLM | LlamaForCausalLM)
     labels = tokens if causal else torch.randint(2, (size,), generator=generator).to(DEVICE)
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
@@ -75,7 +90,8 @@ def logits_and_labels(forward: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]
     logits = forward(**inputs).logits
     if logits.dim() == 2:
         return logits, batch["labels"]
-    return logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    # As transformers does: labels are shifted, since a shifted copy of the logits is large.
+    return logits.flatten(0, 1), F.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:].flatten()
 
 
 def feeding(trunk: FrozenTrunk | None, batch: Batch) -> AbstractContextManager[None]:
