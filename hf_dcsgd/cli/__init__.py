@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, train, tuning_cost
+from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, synthesize, train, tuning_cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="`hf-dcsgd COMMAND --help` explains a command.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for subcommand in (train, calibrate, tuning_cost, doctor, report, audit, cache):
+    for subcommand in (train, synthesize, calibrate, tuning_cost, doctor, report, audit, cache):
         subcommand.add_parser(subparsers)
     arguments, others = parser.parse_known_args(argv)
     if others and not hasattr(arguments, "takes_others"):

@@ -171,6 +171,16 @@ def describe_earlier(statement: Mapping[str, Any] | None, plan: PrivacyPlan) -> 
     )
 
 
+def add_spending(model: nn.Module, spending: Spending) -> None:
+    """Count a release that was made for a model's training, such as of label counts, with what its weights cost.
+
+    The next run on these weights adds it up, as it does what earlier runs have spent.
+    """
+    base = unwrapped_model(model)
+    require(isinstance(base, PreTrainedModel), f"expected a transformers model, got {type(base).__name__}")
+    setattr(base.config, CONFIG_KEY, (_spending_in_config(model) | spending).to_list())
+
+
 # -- during a run, and after it --------------------------------------------------------------------------------------
 
 

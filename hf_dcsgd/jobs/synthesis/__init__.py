@@ -1,0 +1,1 @@
+"""Make a synthetic table of labeled texts from a private one, and say what it cost."""

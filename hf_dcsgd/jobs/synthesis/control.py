@@ -1,0 +1,196 @@
+"""Say what each row is to be about: labels and metadata as a prefix, and how often each of them is asked for.
+
+The values that labels and metadata can take are public. How often they occur is not: it is stated, taken as even, or
+counted with noise. That count is one Gaussian release over all rows, made by the same mechanism as a training step
+(rate 1, threshold 1) and charged to the same ledger before it is drawn; what is trained afterwards counts it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from hf_dcsgd.jobs.errors import UserError
+from hf_dcsgd.jobs.synthesis.arguments import NOISED, UNIFORM, SynthesisArguments
+from hf_dcsgd.jobs.text_data import LABELS, TEXTS, first_present
+from hf_dcsgd.privacy.accounting import smallest_noise_multiplier
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
+from hf_dcsgd.runs.files import as_json, write_atomically
+from hf_dcsgd.runs.spending import Spending, SpentRun
+
+SHARES_FILENAME = "control_shares.json"
+_MOST_CELLS = 1000
+Cell = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Controls:
+    """The columns that a text is controlled by, label first, and all combinations of their values."""
+
+    text: str
+    columns: tuple[str, ...]
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def of(cls, rows: Dataset, args: SynthesisArguments) -> Controls:
+        """Find the columns and the values they can take."""
+        available = rows.column_names
+        text = args.text_column or first_present(TEXTS, available)
+        label = args.label_column or first_present(LABELS, available)
+        extra = [name.strip() for name in (args.metadata_columns or "").split(",") if name.strip()]
+        wanted = [("text_column", text), ("label_column", label), *(("metadata_columns", name) for name in extra)]
+        for option, column in wanted:
+            if column not in available:
+                shown = "such column" if column is None else f"column {column!r}"
+                raise UserError(f"no {shown} in the training data (columns: {', '.join(available)}); give --{option}")
+        assert text is not None
+        assert label is not None
+        values = [sorted({_shown(value) for value in rows.unique(column)}) for column in (label, *extra)]
+        if args.labels is not None:
+            values[0] = [name.strip() for name in args.labels.split(",")]
+        cells = tuple(itertools.product(*values))
+        if len(cells) > _MOST_CELLS:
+            raise UserError(
+                f"labels and metadata have {len(cells)} combinations, expected at most {_MOST_CELLS}: are "
+                f"{', '.join((label, *extra))} columns of few values?"
+            )
+        return cls(text, (label, *extra), cells)
+
+    def cell_of(self, row: Mapping[str, Any]) -> Cell:
+        """Return the values of a row."""
+        return tuple(_shown(row[column]) for column in self.columns)
+
+    def prefix(self, cell: Cell) -> str:
+        """Return what stands before a text of this cell."""
+        return " | ".join(cell)
+
+    def places(self, rows: Dataset, split: str) -> np.ndarray:
+        """Return the number of each row's cell; refuse values that are not among the stated ones."""
+        numbers = {cell: number for number, cell in enumerate(self.cells)}
+        cells = list(zip(*(map(_shown, rows[column]) for column in self.columns), strict=True))
+        unknown = next((cell for cell in cells if cell not in numbers), None)
+        if unknown is not None:
+            raise UserError(f"the {split} data have rows that are {self.prefix(unknown)!r}, which --labels leaves out")
+        return np.array([numbers[cell] for cell in cells], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How often each cell is asked for, and what was paid to know it: nothing, or a charged release."""
+
+    source: str
+    shares: tuple[float, ...]
+    spent: SpentRun | None = None
+
+    def counts(self, total: int) -> list[int]:
+        """Spread so many rows over the cells, rounding by largest remainders."""
+        exact = [share * total for share in self.shares]
+        counts = [math.floor(value) for value in exact]
+        order = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
+        for place in order[: total - sum(counts)]:
+            counts[place] += 1
+        return counts
+
+    def save(self, folder: Path) -> None:
+        """Keep them; everything in the file is public."""
+        write_atomically(folder / SHARES_FILENAME, as_json(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Shares | None:
+        """Read what `save` wrote, if it did."""
+        path = folder / SHARES_FILENAME
+        if not path.is_file():
+            return None
+        values = json.loads(path.read_text(encoding="utf-8"))
+        spent = None if values["spent"] is None else SpentRun(**values["spent"])
+        return cls(values["source"], tuple(values["shares"]), spent)
+
+
+def stated_shares(text: str, controls: Controls) -> Shares:
+    """Return even shares, or those that the user states for each label."""
+    if text == UNIFORM:
+        return Shares(UNIFORM, (1 / len(controls.cells),) * len(controls.cells))
+    try:
+        stated = {name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise UserError(f"--label_shares {text}: expected noised, uniform, or label=share,label=share") from None
+    known = {cell[0] for cell in controls.cells}
+    if set(stated) != known or min(stated.values()) < 0 or not sum(stated.values()) > 0:
+        raise UserError(f"--label_shares {text}: expected a share of 0 or more for each of {', '.join(sorted(known))}")
+    per_label = Counter(cell[0] for cell in controls.cells)
+    weights = [stated[cell[0]] / per_label[cell[0]] for cell in controls.cells]
+    return Shares("stated", tuple(weight / sum(weights) for weight in weights))
+
+
+def count_plan(plan: PrivacyPlan, cells: int, noise_multiplier: float) -> PrivacyPlan:
+    """Return the plan of the release of label counts, for the same data and units as a training plan's."""
+    if plan.unit is not None and plan.unit.by_row:
+        raise UserError(f"--label_shares {NOISED} needs --privacy_unit_clipping unit, got {plan.unit.clipping}")
+    return PrivacyPlan.create(
+        dataset_size=plan.dataset_size,
+        expected_batch_size=plan.dataset_size,
+        steps=1,
+        num_parameters=cells,
+        noise_multiplier=noise_multiplier,
+        target_delta=plan.delta,
+        accountant=plan.accountant,
+        clipping="fixed",
+        settings={"clip_threshold": 1.0},
+        unsafe_noise_seed=plan.unsafe_noise_seed,
+        unit=plan.unit,
+    )
+
+
+def release_shares(places: np.ndarray, owners: Sequence[Any] | None, plan: PrivacyPlan, folder: Path) -> Shares:
+    """Count the cells with noise, charged to the ledger in `folder`; a unit of several rows counts as one in all.
+
+    `owners` are the units of the rows, where these are not units themselves.
+    """
+    units = np.arange(len(places)) if owners is None else np.unique(np.asarray(owners), return_inverse=True)[1]
+    (unit_of, cell_of), rows = np.unique(np.stack([units, places]), axis=1, return_counts=True)
+    votes = rows / np.bincount(units)[unit_of]
+    norms = np.sqrt(np.bincount(unit_of, weights=votes**2, minlength=plan.dataset_size))
+    folder.mkdir(parents=True, exist_ok=True)
+    mechanism = DPMechanism(plan, ledger=(ledger := PrivacyLedger.open(folder, plan.privacy_dict(), resume=False)))
+    try:
+        factors = mechanism.clip_factors(torch.as_tensor(norms, dtype=torch.float32)).double().numpy()
+        total = np.bincount(cell_of, weights=factors[unit_of] * votes, minlength=plan.num_parameters)
+        released = mechanism.release(torch.as_tensor(total, dtype=torch.float32))
+        noisy_counts = released.noisy_gradient * plan.dataset_size
+    finally:
+        mechanism.close()
+    kept = noisy_counts.double().clamp(min=0).numpy()
+    shares = kept / kept.sum() if kept.sum() > 0 else np.full(len(kept), 1 / len(kept))
+    return Shares(NOISED, tuple(map(float, shares)), SpentRun.of(plan, mechanism.charged, ledger.run_id))
+
+
+def noise_within(plan: PrivacyPlan, counted: PrivacyPlan, epsilon: float) -> float:
+    """Return σ for a training run so that it costs at most ε together with the count of labels, as reports add up."""
+
+    def total(sigma: float) -> float:
+        training = replace(SpentRun.of(plan, plan.steps, "training"), noise_multiplier=sigma)
+        return Spending((SpentRun.of(counted, 1, "labels"), training)).epsilon(plan.delta)
+
+    sigma = smallest_noise_multiplier(total, epsilon, guess=plan.noise_multiplier, factor=1.1)
+    if sigma is None:
+        raise UserError(
+            f"--label_noise_multiplier {counted.noise_multiplier:g}: the count of labels alone takes the whole of "
+            f"--target_epsilon {epsilon:g}; raise it, or state the shares by --label_shares"
+        )
+    return sigma
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else str(value)
