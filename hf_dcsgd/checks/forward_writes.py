@@ -81,23 +81,23 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._modules: list[tuple[str, nn.Module]] = [("", model)]
+        self._named_modules: list[tuple[str, nn.Module]] = [("", model)]
         self._children: list[nn.Module | None] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """List buffers and parameters, as the model's own methods do at many times the cost."""
         if self._listed_children() != self._children:
-            self._modules = list(self._model.named_modules())
+            self._named_modules = list(self._model.named_modules())
             self._children = self._listed_children()
         seen: set[Tensor] = set()
-        for prefix, module in self._modules:
+        for prefix, module in self._named_modules:
             for name, tensor in chain(module._buffers.items(), module._parameters.items()):
                 if tensor is not None and tensor not in seen:
                     seen.add(tensor)
                     yield (f"{prefix}.{name}" if prefix else name), tensor
 
     def _listed_children(self) -> list[nn.Module | None]:
-        return [child for _, module in self._modules for child in module._modules.values()]
+        return [child for _, module in self._named_modules for child in module._modules.values()]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
