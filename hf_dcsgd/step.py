@@ -329,6 +329,9 @@ class PrivateStep:
         """Set the mode that private training runs in: `model.train()`, but frozen BatchNorm stays in eval mode."""
         train_mode(self.model)
 
+    def settle(self, made_up: Batch | None) -> None:
+        """Take note that the checks before training have passed, on these made-up rows if the model takes such."""
+
     def require_frozen_unchanged(self) -> None:
         """Raise `UnsupportedModelError` where a buffer or a frozen parameter is not what it was at the start."""
         self._writes.refuse_changes(self._frozen)

@@ -132,6 +132,7 @@ class DCSGDTrainer(PublishingTrainer):
         self.add_callback(PrivacyCallback())
         self.add_callback(RunStart(self._start_run))
         self._select_layers(self.model)
+        self.shard(self.model)
         if self.train_dataset is not None:
             self.plan = self.make_plan()
 
@@ -160,6 +161,7 @@ class DCSGDTrainer(PublishingTrainer):
         """Make the model as transformers does, and select its trainable layers."""
         model = super().call_model_init(trial)
         self._select_layers(model)
+        self.shard(model)
         return model
 
     def _select_layers(self, model: nn.Module) -> None:
@@ -178,13 +180,12 @@ class DCSGDTrainer(PublishingTrainer):
 
     def make_step(self, trunk: FrozenTrunk | None = None, *, spot_checks: bool = True) -> PrivateStep:
         """Make the private step for the present model, without a mechanism yet; audits switch its spot checks off."""
-        return PrivateStep(
-            self.model,
+        return self.private_step(
+            trunk,
             **self._loss_settings(),
             device=self.args.device,
             forward_context=self.compute_loss_context_manager,
             reproducible_from=self.args.unsafe_noise_seed,
-            trunk=trunk,
             spot_checks=spot_checks,
             scale_free=self.args.scale_free_gradient,
         )
@@ -254,7 +255,7 @@ class DCSGDTrainer(PublishingTrainer):
         self.step.discard()
         with self.step.randomness():
             micro_batches = list(islice(epoch_iterator, num_batches))
-        return restack(micro_batches, self.args.per_device_train_batch_size), None
+        return self.evened_out(restack(micro_batches, self.args.per_device_train_batch_size)), None
 
     # -- the start of a run ------------------------------------------------------------------------------------------
 
@@ -283,6 +284,7 @@ class DCSGDTrainer(PublishingTrainer):
             self._select_layers(self.model)
         hold_in_fp32(self.model, autocast=self.args.bf16)  # evaluation may have left it in half precision
         refuse_tracker_settings(self.callback_handler.callbacks)
+        self.prepare_sharded()
         self.plan = self.make_plan()
         agree_on_run(self.plan, self.args, self.model, self._checkpoint)
         self.args.planned = plan_settings(self.plan)

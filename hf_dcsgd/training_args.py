@@ -24,6 +24,11 @@ from hf_dcsgd.checks.arguments import (
     require_sound_optimization,
 )
 from hf_dcsgd.checks.environment import refuse_sharding_environment
+from hf_dcsgd.checks.sharding_options import (
+    fsdp_config_of_accelerate,
+    is_fsdp_asked_of_accelerate,
+    refuse_dishonored_sharding,
+)
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.privacy.accounting import planned_steps
@@ -217,13 +222,21 @@ class DCSGDTrainingArguments(TrainingArguments):
         self._derived_values: dict[str, Any] = {}
         for name, (value, reason) in fixed_values(self.recipe).items():
             self._derive(name, value, reason)
+        if is_fsdp_asked_of_accelerate() and not self.fsdp:
+            self.fsdp, self.fsdp_config = "full_shard", fsdp_config_of_accelerate()
         super().__post_init__()
+        self.fsdp_plugin_args = None  # `sharding/` does what accelerate's plugin would
         layers: Any = self.trainable_layers
         if isinstance(layers, list | tuple) and all(isinstance(entry, str) for entry in layers):
             self.trainable_layers = ",".join(layers)
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = DEFAULT_EPSILON
         self._check_options()
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether transformers moves the whole model to the device; a model that is sharded goes there in pieces."""
+        return False if self.fsdp else super().place_model_on_device
 
     def check(self) -> None:
         """Check again, for arguments changed one by one; `ValueError` or `TypeError` names what is wrong."""
@@ -234,6 +247,7 @@ class DCSGDTrainingArguments(TrainingArguments):
     def _check_options(self) -> None:
         require_sound_budget(self)
         require_sound_optimization(self)
+        refuse_dishonored_sharding(self)
         self.clipping_options = as_mapping("clipping_options", self.clipping_options)
         declared = {option.name: option for option in strategy(self.clipping).options}
         for name, value in (self.clipping_options or {}).items():

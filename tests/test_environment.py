@@ -18,7 +18,6 @@ from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.checks.environment import refuse_lone_processes, refuse_sharding_environment, refuse_split_model
 
 FLAGS = {
-    "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
@@ -44,9 +43,6 @@ def test_sharding_asked_for_by_accelerate_is_refused(
 @pytest.mark.parametrize(
     "option",
     [
-        {"fsdp": True},
-        {"fsdp": "full_shard"},
-        {"fsdp": True, "fsdp_config": {"version": 2}},
         {"deepspeed": {"zero": 3}},
     ],
     ids=str,

@@ -19,6 +19,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("data", "recipe"),
     ("checks", "trunk"),
     ("step", "training_args"),
+    ("sharding",),
     ("runs",),
     ("reporting",),
     ("trainer", "own_loop"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from hf_dcsgd.checks.environment import INSTEAD, OWNED, PIECES
+from hf_dcsgd.checks.environment import INSTEAD, OWNED
 from hf_dcsgd.privacy.accounting import MAX_NOISE_MULTIPLIER
 from hf_dcsgd.validation import (
     require,
@@ -46,7 +46,6 @@ def refuse_incompatible_arguments(args: TrainingArguments) -> None:
             "the batch size sets the sampling rate and so ε; choose it with per_device_train_batch_size",
         ),
         "deepspeed": (args.deepspeed is not None, f"it {OWNED}; {INSTEAD}"),
-        "fsdp": (bool(args.fsdp), f"it {PIECES}; {INSTEAD}"),
         "include_num_input_tokens_seen": (
             args.include_num_input_tokens_seen not in ("no", False),
             "the number of tokens drawn is private; leave it at 'no'",

@@ -18,7 +18,6 @@ OWNED = "owns gradients and optimizer, so that noise cannot enter exactly once"
 _ON = ("1", "on", "yes", "true")
 # What `accelerate launch` sets from its options or its configuration file.
 _SHARDING_FLAGS = {
-    "ACCELERATE_USE_FSDP": ("FSDP", PIECES),
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", OWNED),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", PIECES),
     "ACCELERATE_USE_PARALLELISM_CONFIG": (

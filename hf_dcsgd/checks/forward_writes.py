@@ -12,6 +12,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_dcsgd.ghost import UnsupportedModelError
 
@@ -101,7 +102,10 @@ class _Tree:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(model.named_buffers(), model.named_parameters())
+    """Yield buffers and parameters by name; of one that is sharded over ranks, the piece that is here."""
+    for name, tensor in chain(model.named_buffers(), model.named_parameters()):
+        with torch.no_grad():
+            yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _place(tensor: Tensor) -> tuple[int | None, int | None]:

@@ -42,8 +42,10 @@ _VARIANTS = 64  # of random numbers that a whole stack shares: enough to meet a 
 _TOLERANCE = 1e-3
 
 
-def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int, ...] = ()) -> None:
+def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int, ...] = ()) -> Batch | None:
     """Run all checks of this module on synthetic rows; raise before anything is charged.
+
+    Returns these rows; None where the model made nothing of them, and `row` itself had to serve.
 
     Args:
         step: The private step as training will run it.
@@ -52,12 +54,13 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
     """
     clipper, model = step.clipper, step.model
     batch = step.on_device(_synthetic(model, row, keep_tokens))
+    made_up: Batch | None = batch
     model.eval()
     try:
         with step.randomness():
             if not _makes_sense(step, batch):
                 # What a clipper learns from a real row must not be recorded, so it is not the one that trains.
-                clipper = GhostClipper(model)
+                clipper, made_up = GhostClipper(model), None
                 batch = step.on_device(_synthetic(model, row, keep_tokens, keep_numbers=True))
                 if not _makes_sense(step, batch):
                     batch = step.on_device(_in_units(row, lambda count: take_rows(row, [0] * count)))
@@ -87,6 +90,7 @@ def check_before_training(step: PrivateStep, row: Batch, keep_tokens: tuple[int,
             "parameters; freeze them to avoid it): %s",
             ", ".join(sorted(step.clipper.slow_parameters)),
         )
+    return made_up
 
 
 def _settings_that_draw_for_all(model: nn.Module) -> str | None:

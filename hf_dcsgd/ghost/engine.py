@@ -75,6 +75,8 @@ class GhostClipper:
         self._owners = find_owners(model)
         self._recorder = ForwardRecorder(model, self._owners)
         self.slow_parameters: set[str] = set()
+        self.verifies_later = True
+        self._is_settled = False
         self._layouts: dict[Slot, Layout] = {}
         self._batch_leaves: dict[Slot, list[bool]] = {}
         # Sequences of module calls (and the mode they ran in) already compared with autograd; with two examples or
@@ -87,8 +89,15 @@ class GhostClipper:
         return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
 
     def reset_verification(self) -> None:
-        """Has the next batch compared with autograd, whatever was compared before."""
-        self._verified.clear()
+        """Has the next batch compared with autograd, whatever was compared before.
+
+        With `verifies_later` off, no batch is compared from now on, and one that would have to be, or that needs the
+        slow path, is refused: both take more backward passes, which other ranks must not be left without.
+        """
+        if self.verifies_later:
+            self._verified.clear()
+        else:
+            self._is_settled = True
 
     def over(self, units: Units | None) -> GhostClipper:
         """Takes `units` for the examples of the next forward, `with clipper.over(units):`; rows where it is None."""
@@ -137,11 +146,19 @@ class GhostClipper:
                     fast, self._contributions = take_norms(contributions, self._shapes)
                 squared += fast.float()
             if self.slow_parameters:
+                self._refuse_slow_path()
                 squared += self._slow_squared_norms(losses)
         finally:
             self._recorder.recording = True
         self._norms = squared.sqrt()
         return self._norms
+
+    def _refuse_slow_path(self) -> None:
+        if self._is_settled:
+            raise UnsupportedModelError(
+                "these parameters need one backward pass per example, so that ranks would run different numbers of "
+                f"passes; freeze them: {', '.join(sorted(self.slow_parameters))}"
+            )
 
     def _check(self, losses: Tensor) -> None:
         if not self._recorder.installed:
@@ -171,6 +188,11 @@ class GhostClipper:
         n, calls, units = losses.shape[0], self._recorder.calls, self._recorder.units
         key = (tuple(call.owner.name for call in calls), self.model.training, units is not None, n > 1)
         verify = key not in self._verified
+        if verify and self._is_settled:
+            raise UnsupportedModelError(
+                "expected the module calls that were compared with autograd before training, got others "
+                f"({len(calls)} calls of modules with trained parameters): they depend on the examples"
+            )
         decided = self._learn_layouts(losses) if verify and n > 1 else True
         # The slow path needs the graph, and a fallback may end there.
         batches = [self._recorder.batch_of(call, n) for call in calls]

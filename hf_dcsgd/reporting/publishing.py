@@ -21,7 +21,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, upload_folder
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
@@ -32,13 +32,14 @@ from hf_dcsgd.reporting.schema import PrivacyReport
 from hf_dcsgd.runs.callbacks import released_logs
 from hf_dcsgd.runs.spending import describe_earlier
 from hf_dcsgd.runs.trace import read_trace
+from hf_dcsgd.sharding.trainer import ShardingTrainer
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-class PublishingTrainer(Trainer):
+class PublishingTrainer(ShardingTrainer):
     """`Trainer` whose runs leave a privacy report, and which logs, saves and pushes released values only.
 
     A part of `DCSGDTrainer`, in a file of its own; the trainer calls `record_run` when a run starts.
@@ -123,17 +124,21 @@ class PublishingTrainer(Trainer):
         Refused where something wrote private values into the frozen part of the model.
         """
         args, folder = self.args, str(self.args.output_dir if output_dir is None else output_dir)
-        if self._run is not None:
-            if self._run.step.model is self.model:
-                self._run.step.require_frozen_unchanged()
-            self._run.record_spending(folder)  # first, as it goes into the configuration that is saved
-        self.args = without_secrets(args)
-        try:
-            super().save_model(folder, _internal_call=True)
-        finally:
-            self.args = args
+        with self.whole_weights():
+            if self._run is not None:
+                self._run.record_spending(folder)  # first, as it goes into the configuration that is saved
+            self.args = without_secrets(args)
+            try:
+                super().save_model(folder, _internal_call=True)
+            finally:
+                self.args = args
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def check_before_saving(self) -> None:
+        """Refuse a model into whose frozen part something wrote private values."""
+        if self._run is not None and self._run.step.model is self.model:
+            self._run.step.require_frozen_unchanged()
 
     # -- the card and the Hub ----------------------------------------------------------------------------------------
 
@@ -209,12 +214,13 @@ class PublishingTrainer(Trainer):
             if private is not None:
                 self.args.hub_private_repo = private  # not every release of transformers takes it by `init_hf_repo`
             self.init_hf_repo(token=token)
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        tags = [kwargs.pop("tags", None) or [], getattr(self.model, "model_tags", None) or []]
-        kwargs["tags"] = [tag for group in tags for tag in ([group] if isinstance(group, str) else group)]
-        folder = self._staged_upload(**kwargs)
+        with self.whole_weights():
+            self.save_model(_internal_call=True)
+            if not self.is_world_process_zero():
+                return None
+            tags = [kwargs.pop("tags", None) or [], getattr(self.model, "model_tags", None) or []]
+            kwargs["tags"] = [tag for group in tags for tag in ([group] if isinstance(group, str) else group)]
+            folder = self._staged_upload(**kwargs)
         self._finish_current_push()
         job = self._upload(folder, commit_message or "End of training", token=token, revision=revision)
         if not blocking:
@@ -232,8 +238,13 @@ class PublishingTrainer(Trainer):
         resume. A model whose statement cannot be written is not pushed; the training goes on.
         """
         strategy = self.args.hub_strategy
-        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+        if strategy == HubStrategy.END:
             return
+        with self.whole_weights():
+            if self.is_world_process_zero():
+                self._push_whole_weights(strategy, checkpoint_folder)
+
+    def _push_whole_weights(self, strategy: str, checkpoint_folder: str) -> None:
         if not self.args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)

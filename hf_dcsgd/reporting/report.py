@@ -260,6 +260,7 @@ def _model(plan: PrivacyPlan, record: Mapping[str, Any] | None) -> Model:
     return {
         "num_parameters": plan.num_parameters,
         "total_parameters": known.get("total_parameters"),
+        "sharded_parameters": known.get("sharded_parameters", 0),
         "class": known.get("model_class"),
         "base_model": known.get("base_model"),
         "peft": known.get("peft", False),

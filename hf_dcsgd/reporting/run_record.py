@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism
@@ -84,6 +85,7 @@ def write_run_record(
         "trainable_layers": trainable_layers,
         "parameters": {name: p.numel() for name, p in model.named_parameters() if p.requires_grad},
         "total_parameters": sum(p.numel() for p in model.parameters()),
+        "sharded_parameters": sum(p.numel() for p in model.parameters() if isinstance(p, DTensor)),
         "rules": dict(rules),
         "slow_parameters": sorted(slow_parameters),
         "software": software_versions(),

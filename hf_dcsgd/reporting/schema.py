@@ -92,6 +92,7 @@ Model = TypedDict(
     {
         "num_parameters": int,
         "total_parameters": int | None,
+        "sharded_parameters": int,
         "class": str | None,
         "base_model": str | None,
         "peft": bool,

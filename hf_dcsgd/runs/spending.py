@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_dcsgd.checks.arguments import OTHER_DATA
@@ -232,9 +233,18 @@ def _digests(parameters: Iterable[torch.Tensor]) -> list[str]:
     digests = []
     for parameter in parameters:
         if parameter.numel() >= _FEWEST_VALUES and not parameter.is_meta:
-            values = parameter.detach().flatten()[:_DIGESTED_VALUES].float().cpu().numpy().tobytes()
+            values = _first_part(parameter.detach()).flatten()[:_DIGESTED_VALUES].float().cpu().numpy().tobytes()
             digests.append(hashlib.sha256(str(tuple(parameter.shape)).encode() + values).hexdigest()[:16])
     return digests
+
+
+def _first_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor in pieces, return that of the main process, which alone asks; where it is short, the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    is_enough = rows * (tensor.numel() // tensor.shape[0]) >= min(_DIGESTED_VALUES, tensor.numel())
+    return tensor.to_local() if is_enough else tensor.full_tensor()
 
 
 def _register(spending: Spending, digests: list[str]) -> None:

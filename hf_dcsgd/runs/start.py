@@ -67,7 +67,8 @@ def start_run(
     if plan.draws_units:
         row[UNIT_ENTRY] = torch.zeros(1, dtype=torch.long)
     with step.forward_context():
-        check_before_training(step, row, keep_tokens)
+        made_up = check_before_training(step, row, keep_tokens)
+    step.settle(made_up)
     saved = None if checkpoint is None else read_saved_state(checkpoint)[1]
     earlier = earlier_statement(step.model, earlier_spending) if saved is None else None
     step.mechanism = start_mechanism(

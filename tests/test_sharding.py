@@ -1,0 +1,294 @@
+"""A frozen trunk in pieces over real processes: the same numbers as with whole models, or nothing at all.
+
+What the processes run is `sharding_worker.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharding_worker as worker
+import torch
+from safetensors.torch import load_file
+from test_distributed import saw
+from torch import nn
+from worker_pool import WorkerPool
+
+from hf_dcsgd.privacy.ledger import PrivacyLedger
+from hf_dcsgd.sharding.groups import sharding_groups
+from hf_dcsgd.sharding.lockstep import GatherLog
+
+SHARED = ("plain", "sharded", "saved", "broken_lockstep", "refused")
+
+
+@pytest.fixture(scope="module")
+def pair(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("sharded-pair")
+    workers.run(2, [worker.__file__, directory, *SHARED])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process: this one."""
+    directory = tmp_path_factory.mktemp("whole")
+    worker.run(directory, "plain")
+    return directory
+
+
+# --- the same numbers ------------------------------------------------------------------------------------------------
+
+
+def assert_same_as_whole_models(whole: Path, sharded: Path) -> None:
+    """Data parallelism with whole models, on as many processes: bit by bit."""
+    for plain, pieces in zip(saw(whole, "plain"), saw(sharded, "sharded"), strict=True):
+        assert plain.keys() == pieces.keys()
+        for name in plain:
+            assert pieces[name]["digest"] == plain[name]["digest"], name
+            assert torch.equal(pieces[name]["norms"], plain[name]["norms"]), name
+            for key in ("clipped_sum", "counts", "noisy_gradient", "noisy_counts"):
+                for one, other in zip(pieces[name]["releases"], plain[name]["releases"], strict=True):
+                    assert torch.equal(one[key], other[key]), (name, key)
+            losses = [[e["eval_loss"] for e in run[name]["history"] if "eval_loss" in e] for run in (plain, pieces)]
+            assert losses[0] == losses[1], name
+    first, *others = saw(sharded, "sharded")
+    for other in others:
+        assert {n: r["digest"] for n, r in other.items()} == {n: r["digest"] for n, r in first.items()}
+
+
+def assert_close_to_one_process(single: Path, sharded: Path) -> None:
+    (alone,), ranks = saw(single, "plain"), saw(sharded, "sharded")
+    for name, reference in alone.items():
+        # The thresholds move with rounding, and the weights with them: the first step is compared closely.
+        for step, tolerance in ((0, 1e-5), (1, 1e-5), (2, 1e-3)):
+            total = sum(rank[name]["releases"][step]["clipped_sum"] for rank in ranks)
+            whole = reference["releases"][step]["clipped_sum"]
+            assert float((total - whole).norm()) <= tolerance * max(1.0, float(whole.norm())), (name, step)
+        drawn = len(worker.global_draw(0))
+        norms = torch.cat([rank[name]["norms"][: in_first_step(rank[name])] for rank in ranks])
+        assert len(norms) == drawn
+        torch.testing.assert_close(norms.sort()[0], reference["norms"][:drawn].sort()[0], rtol=1e-5, atol=1e-6)
+
+
+def in_first_step(run: dict[str, Any]) -> int:
+    return int(run["releases"][0]["counts"].sum())
+
+
+def test_pieces_give_the_norms_sums_and_weights_of_whole_models_bit_by_bit(pair: Path) -> None:
+    assert_same_as_whole_models(pair, pair)
+    for rank in saw(pair, "sharded"):
+        assert all(len(run["releases"]) == worker.STEPS for run in rank.values())
+        assert all(run["releases"][1]["counts"].sum() == 0 for run in rank.values()), "the second draw was empty"
+    first, second = (rank["bert"]["releases"][2]["counts"].sum() for rank in saw(pair, "sharded"))
+    assert first > 0 == second, "in the third step one rank had nothing but made-up rows"
+
+
+def test_pieces_give_what_one_process_gives(single: Path, pair: Path) -> None:
+    assert_close_to_one_process(single, pair)
+
+
+def test_a_rank_holds_its_pieces_and_what_is_trained(pair: Path) -> None:
+    for rank in saw(pair, "sharded"):
+        for name, run in rank.items():
+            frozen, trained, block = (run["bytes"][key] for key in ("frozen", "trained", "block"))
+            one_row = 256  # of a tensor whose rows cannot be dealt out evenly
+            assert max(run["held"]) <= frozen / 2 + trained + one_row, f"{name}: also after an evaluation"
+            assert run["peak"] <= frozen / 2 + trained + run["bytes"]["rest"] + 2 * block, name
+            assert run["forward_peak"] <= frozen / 2 + trained + run["bytes"]["rest"] + block, name
+    groups = saw(pair, "sharded")[0]["llama"]["groups"]
+    assert [name.rpartition("model.")[2] for name in groups] == [
+        "layers.0", "layers.1", "embed_tokens", "lm_head", "the rest",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_all_models_and_settings_on_several_numbers_of_processes(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    workers.run(processes, [worker.__file__, tmp_path, "plain", "sharded"], VARIANTS="all", timeout=1200)
+    assert_same_as_whole_models(tmp_path, tmp_path)
+    monkeypatch.setenv("VARIANTS", "all")
+    worker.run(tmp_path / "single", "plain")
+    assert_close_to_one_process(tmp_path / "single", tmp_path)
+
+
+# --- in lockstep, or not at all --------------------------------------------------------------------------------------
+
+
+def test_another_order_of_gathers_is_found_before_the_release(pair: Path) -> None:
+    for rank in saw(pair, "broken_lockstep"):
+        found = rank["noted"]
+        assert found["error"].startswith("LockstepError: ranks did not gather the same weights in the same order")
+        assert (found["charged"], found["released"]) == (3, 2), "the third step is paid for, and nothing left it"
+        assert found["unmoved"], "the weights are those of the second step"
+
+
+def test_a_callback_cannot_run_the_model_during_training(pair: Path) -> None:
+    for rank in saw(pair, "broken_lockstep"):
+        assert rank["callback"]["error"].startswith("LockstepError: a model whose weights are sharded can run only")
+
+
+def test_the_checksum_tells_orders_and_numbers_apart() -> None:
+    def value(*names: str) -> int:
+        log = GatherLog()
+        for name in names:
+            log.note(name)
+        return log.value
+
+    orders = [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("a", "b", "a"), ("a", "a", "b")]
+    assert len({value(*names) for names in orders}) == len(orders)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_numbers_of_passes_release_nothing(workers: WorkerPool, tmp_path: Path) -> None:
+    """The mutation that even numbers of stacks are there to prevent."""
+    workers.run(2, [worker.__file__, tmp_path, "uneven"], check=False)
+    for rank in saw(tmp_path, "uneven"):
+        assert rank["error"] != "no error"
+        assert (rank["released"], rank["charged"]) == (0, 1)
+
+
+def test_weights_that_stay_whole_are_seen(pair: Path) -> None:
+    """The mutation: FSDP's default, which keeps the weights of the whole model gathered after a forward."""
+    for rank in saw(pair, "refused"):
+        assert rank["left whole"] > 0
+        assert "modifies the model in place" in rank["left whole and trained"]
+
+
+def test_gathered_weights_are_not_taken_for_written_and_written_ones_are_found(pair: Path) -> None:
+    for rank in saw(pair, "refused"):
+        assert rank["writes nothing"] == "no error"
+        assert "blocks.0 (WritingBlock) writes into its frozen weights" in rank["writes"]
+        assert rank["unguarded writes"] == "no error", "nothing else would have seen it"
+
+
+def test_transformers_own_averaging_of_gradients_is_refused(pair: Path) -> None:
+    for rank in saw(pair, "refused"):
+        assert "expected no hooks on the gradients of trained parameters" in rank["averaging hook"]
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(pair: Path) -> None:
+    for rank in saw(pair, "refused"):
+        assert "every parameter of this model is trained" in rank["everything"]
+        assert "trainable_layers or a LoRA adapter" in rank["everything"]
+        assert "got NoLayer" in rank["classes"]
+        assert "one backward pass per example" in rank["slow path"]
+        assert "head.weight" in rank["slow path"]
+        assert "(the model itself)" in rank["fallback"]
+        assert "fsdp=True cannot be used with a search" in rank["search"]
+
+
+# --- what is saved ---------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_those_of_whole_models(pair: Path) -> None:
+    for name, file in (("bert", "model.safetensors"), ("llama", "adapter_model.safetensors")):
+        plain, pieces = (pair / "saved" / name / kind / "run" / "checkpoint-2" for kind in ("plain", "sharded"))
+        assert sorted(p.name for p in plain.iterdir()) == sorted(p.name for p in pieces.iterdir())
+        whole, saved = load_file(plain / file), load_file(pieces / file)
+        assert whole.keys() == saved.keys()
+        assert all(torch.equal(whole[key], saved[key]) for key in whole)
+        config = "config.json" if name == "bert" else "adapter_config.json"
+        settings = [json.loads((folder / config).read_text()) for folder in (plain, pieces)]
+        assert settings[0] == settings[1]
+
+
+def test_a_sharded_run_resumes_and_loads_its_best_model(pair: Path) -> None:
+    first, second = saw(pair, "saved")
+    for name in ("bert", "llama"):
+        assert first[name] == second[name]
+        # Three of four steps were charged; the third is taken once more.
+        assert (first[name]["step"], first[name]["charged"]) == (3, 4)
+    assert first["best"]["evaluated"] == first["best"]["best"] == second["best"]["evaluated"]
+    assert torch.equal(first["best"]["predictions"], second["best"]["predictions"])
+
+
+def test_report_and_record_name_the_sharding(pair: Path) -> None:
+    record = json.loads((pair / "saved" / "bert" / "sharded" / "run" / "privacy_run.json").read_text())
+    assert record["sharded_parameters"] == 15040 // 4
+    assert record["model_class"] == "BertForSequenceClassification"
+    plain = json.loads((pair / "saved" / "bert" / "plain" / "run" / "privacy_run.json").read_text())
+    assert plain["sharded_parameters"] == 0
+    assert plain["total_parameters"] == record["total_parameters"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_the_job_and_other_numbers_of_processes_resume_it(
+    workers: WorkerPool, tmp_path: Path, victim: int
+) -> None:
+    ended = workers.run(2, [worker.__file__, tmp_path, "dying"], check=False, VICTIM_RANK=str(victim))
+    assert ended.exit_codes[victim] == -signal.SIGKILL
+    assert ended.exit_codes[1 - victim] == 1, "the other rank ends by an error of its own"
+    run = tmp_path / "dying" / "run"
+    released = len((run / "privacy_trace.jsonl").read_text().splitlines())
+    charged = PrivacyLedger.read(run).charged
+    assert released == 2
+    assert charged == (3 if victim == 1 else 2), "the main process pays when another one ends"
+    processes = 3 if victim == 1 else 2
+    options = {"RESUME_FROM": "dying", "RESUME_MODEL": "bert"}
+    workers.run(processes, [worker.__file__, tmp_path, "resumed"], **options)
+    ranks = saw(tmp_path, "resumed")
+    assert all(rank == ranks[0] for rank in ranks)
+    assert (ranks[0]["step"], ranks[0]["charged"]) == (worker.STEPS - (charged - released), worker.STEPS)
+
+
+@pytest.mark.usefixtures("no_report_page")
+def test_one_process_resumes_a_sharded_run(pair: Path) -> None:
+    trainer = worker.make_trainer(pair / "saved" / "best", save_strategy="steps", save_steps=2)
+    with pytest.raises(RuntimeError, match="all 4 planned steps are charged"):
+        trainer.train(resume_from_checkpoint=str(pair / "saved" / "best" / "run" / "checkpoint-2"))
+    assert worker.digest(trainer.model) != worker.digest(worker.MODELS["bert"]()), "the weights were loaded"
+
+
+# --- which parameters are gathered together --------------------------------------------------------------------------
+
+
+def frozen(model: nn.Module, *trained: str) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    return model
+
+
+def test_groups_of_frozen_parameters() -> None:
+    model = frozen(worker.MODELS["bert"](), "layer.1", "pooler", "classifier")
+    groups = {group.name: set(group.parameters) for group in sharding_groups(model)}
+    assert list(groups) == ["bert.encoder.layer.0", "bert.embeddings.word_embeddings", ""]
+    assert groups[""] == {
+        f"bert.embeddings.{name}"
+        for name in (
+            "position_embeddings.weight",
+            "token_type_embeddings.weight",
+            "LayerNorm.weight",
+            "LayerNorm.bias",
+        )
+    }
+    everything = {name for group in groups.values() for name in group}
+    assert everything == {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+def test_tied_embeddings_belong_to_the_whole_model() -> None:
+    groups = {group.name: set(group.parameters) for group in sharding_groups(worker.MODELS["tied qwen3"]())}
+    assert not [name for name in groups if "embed" in name or "lm_head" in name]
+    assert any("embed_tokens" in name for name in groups[""])
+
+
+def test_what_blocks_share_with_others_stays_whole() -> None:
+    class Sharing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.tied = nn.Linear(4, 4)
+            self.tied.weight = self.blocks[0].weight
+            self.scale = nn.Parameter(torch.ones(()))
+            self.head = nn.Linear(4, 2)
+
+    model = frozen(Sharing(), "head")
+    names = {name for group in sharding_groups(model) for name in group.parameters}
+    assert names == {"blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "tied.bias"}
+    with pytest.raises(ValueError, match="every parameter of this model is trained"):
+        sharding_groups(nn.Linear(2, 2))
