@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dcsgd.checks.environment import refuse_split_model
 from hf_dcsgd.data.loading import poisson_dataloader, restack
 from hf_dcsgd.data.rows import Batch, Collator
 from hf_dcsgd.privacy.mechanism import NoisyRelease
@@ -70,6 +71,7 @@ class PrivateRun:
             plan.dataset_size == map_style_length(rows),
             f"expected a plan for {len(rows)} rows, got one for {plan.dataset_size}",
         )
+        refuse_split_model(model, is_model_parallel=False)
         self.plan = plan
         self.report: Path | None = None
         self._rows, self._collate = rows, collate

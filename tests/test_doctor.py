@@ -56,6 +56,20 @@ def test_a_bert_in_full(tmp_path: Path):
     json.dumps(found)
 
 
+def test_the_memory_of_several_devices(tmp_path: Path):
+    model = hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))
+    found = diagnose(tmp_path, model, devices=4)
+    memory, trained = found["devices"]["bytes"], found["trained_parameters"]
+    frozen = 4 * (found["total_parameters"] - trained)
+    assert frozen / 4 <= memory["frozen"] <= frozen / 4 + 200, "rows that cannot be dealt out evenly"
+    assert memory["trained"] == 4 * trained
+    assert memory["activations"] == found["step"]["bytes"]["activations"]
+    assert memory["total"] == sum(value for name, value in memory.items() if name != "total")
+    assert "with fsdp each of 4 devices holds" in doctor.describe(found)
+    everything = diagnose(tmp_path, model, devices=2, trainable_layers="all")
+    assert "every parameter of this model is trained" in everything["refused"][0]
+
+
 def test_an_adapter_on_its_base_model(tmp_path: Path):
     base = hf.BertForSequenceClassification(hf.BertConfig(**ENCODER))
     folder = saved(tmp_path / "base", base)

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
 INSTEAD = (
-    "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`, without sharding) and, for memory, "
-    "trainable_layers or LoRA"
+    "use plain data parallelism (`accelerate launch --multi_gpu` or `torchrun`) or, for memory, fsdp with version 2, "
+    "which shards what is frozen, with few trainable_layers or LoRA"
 )
 PIECES = "keeps every parameter in pieces and sums gradients in hooks of its own, behind the clipping and the noise"
 OWNED = "owns gradients and optimizer, so that noise cannot enter exactly once"

@@ -88,6 +88,10 @@ def refuse_dishonored_sharding(args: TrainingArguments) -> None:
         ),
         "bf16_full_eval": (args.bf16_full_eval, "weights in pieces are not converted; load the frozen part in bf16"),
         "fp16_full_eval": (args.fp16_full_eval, "weights in pieces are not converted; load the frozen part in bf16"),
+        "predict_with_generate": (
+            getattr(args, "predict_with_generate", False),
+            "ranks would generate texts of different lengths; generate after training, with the saved model",
+        ),
         "torch_compile": (args.torch_compile, "the order in which weights are gathered would not be seen"),
     }
     for name, (refused, reason) in together.items():

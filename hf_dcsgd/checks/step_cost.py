@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 from hf_dcsgd.ghost import GhostClipper, Units
 
 # Per trainable parameter and 4 bytes each: gradient, two moments of Adam, and the sum, its noise and the noisy sum.
-_BUFFERS = 6
+BUFFERS = 6
 
 
 class PeakMemory(TorchDispatchMode):
@@ -87,7 +87,7 @@ def measure_step(
     trainable = sum(p.numel() for p in parameters)
     memory = {
         "weights": sum(p.numel() * p.element_size() for p in clipper.model.parameters()),
-        "gradient_optimizer_noise": 4 * _BUFFERS * trainable,
+        "gradient_optimizer_noise": 4 * BUFFERS * trainable,
         "activations": int(scale * activations),
     }
     return {

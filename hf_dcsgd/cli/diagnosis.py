@@ -24,6 +24,7 @@ from hf_dcsgd.data.synthetic import end_token, synthetic_batch
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.reporting.format import parameter_groups
 from hf_dcsgd.reporting.model_card import task_of
+from hf_dcsgd.sharding.memory import rank_memory
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers, train_mode
 from hf_dcsgd.tasks.losses import loss_kind
@@ -45,6 +46,7 @@ def diagnose(
     trainable_layers: str | None = None,
     batch_size: int = 32,
     sequence_length: int = 128,
+    devices: int = 1,
 ) -> dict[str, Any]:
     """What would be trained, by which rules, what is refused and why, whether norms agree with autograd, and the cost.
 
@@ -55,6 +57,8 @@ def diagnose(
     found: dict[str, Any] = {"model": name, "class": type(model).__name__, "task": task, "refused": []}
     try:
         _look_at(model, found, trainable_layers or default_layers(model), batch_size, sequence_length)
+        if devices > 1:
+            found["devices"] = _memory_of_devices(model, devices, found["step"]["bytes"]["activations"])
     except (UnsupportedModelError, BatchCouplingError, ParityError, ValueError, NotImplementedError) as error:
         found["refused"].append(str(error))
     return found
@@ -123,6 +127,13 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
     found["slow_parameters"] = sorted(step.clipper.slow_parameters)
 
 
+def _memory_of_devices(model: Any, devices: int, activations: int) -> dict[str, Any]:
+    """What each of so many devices would hold with fsdp; the trunk is in fp32 here, as it was loaded."""
+    memory = rank_memory(model, devices)
+    memory |= {"activations": activations, "total": memory["total"] + activations}
+    return {"count": devices, "bytes": memory}
+
+
 def _set_padding(model: Any) -> None:
     """Name a padding token where there is none: some classifiers look for the last token that is none."""
     config: Any = model.config.get_text_config()
@@ -186,6 +197,7 @@ def describe(found: dict[str, Any]) -> str:
             f"writes nothing (synthetic examples of shape {shape})",
         ]
         lines += _step_lines(found["step"])
+        lines += _device_lines(found["devices"]) if "devices" in found else []
     return "\n".join(lines)
 
 
@@ -198,6 +210,17 @@ def _step_lines(step: dict[str, Any]) -> list[str]:
         f"  time    {step['seconds']:.3g} s ({ratio:.2f} × the same step without privacy)",
         f"  memory  {_megabytes(memory['total'])}: weights {_megabytes(memory['weights'])}, gradient, Adam and noise "
         f"{_megabytes(memory['gradient_optimizer_noise'])}, activations {_megabytes(memory['activations'])}",
+    ]
+
+
+def _device_lines(devices: dict[str, Any]) -> list[str]:
+    memory = devices["bytes"]
+    return [
+        "",
+        f"with fsdp each of {devices['count']} devices holds {_megabytes(memory['total'])}: its piece of the frozen "
+        f"part {_megabytes(memory['frozen'])}, trained {_megabytes(memory['trained'])}, gradient, Adam and noise "
+        f"{_megabytes(memory['gradient_optimizer_noise'])}, gathered {_megabytes(memory['gathered'])}, activations "
+        f"{_megabytes(memory['activations'])} (fp32; a bf16 trunk takes half for pieces and gathered)",
     ]
 
 

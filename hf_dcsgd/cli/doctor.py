@@ -52,6 +52,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--sequence-length", type=int, default=128, metavar="L", help="tokens of a made-up example (default: 128)"
     )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="also estimate the memory of each of N devices, with the frozen part sharded over them (default: 1)",
+    )
     add_json_argument(parser)
 
 
@@ -60,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     from hf_dcsgd.validation import require
 
     require(arguments.batch_size >= 1, f"expected --batch-size >= 1, got {arguments.batch_size}")
+    require(arguments.devices >= 1, f"expected --devices >= 1, got {arguments.devices}")
     require(arguments.sequence_length >= 2, f"expected --sequence-length >= 2, got {arguments.sequence_length}")
     found = diagnose(
         arguments.model,
@@ -67,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         trainable_layers=arguments.trainable_layers,
         batch_size=arguments.batch_size,
         sequence_length=arguments.sequence_length,
+        devices=arguments.devices,
     )
     print(json.dumps(found, indent=2, ensure_ascii=False) if arguments.json else describe(found))
     return 1 if found["refused"] else 0

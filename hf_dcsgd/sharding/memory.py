@@ -13,10 +13,8 @@ from collections.abc import Collection
 
 from torch import nn
 
+from hf_dcsgd.checks.step_cost import BUFFERS
 from hf_dcsgd.sharding.groups import sharding_groups
-
-# Per trained parameter and 4 bytes each: gradient, two moments of Adam, and the sum, its noise and the noisy sum.
-BUFFERS = 6
 
 
 def rank_memory(model: nn.Module, ranks: int, block_classes: Collection[str] = ()) -> dict[str, int]:

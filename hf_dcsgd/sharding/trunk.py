@@ -83,6 +83,11 @@ class ShardedTrunk:
         """Bytes of parameters that this rank holds now: its pieces, what is trained, and what was gathered."""
         return sum(t.numel() * t.element_size() for p in self.model.parameters() for t in [held_part(p)])
 
+    def reset(self) -> None:
+        """Start anew after a pass that broke off in the middle, on all ranks alike."""
+        reset = getattr(self.model, "reset_iter_state", self.free)  # not in every release of torch
+        reset()
+
     def free(self) -> None:
         """Free what a pass left whole, if it did."""
         for module in self._modules:
