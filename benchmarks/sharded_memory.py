@@ -35,8 +35,7 @@ def with_lora(make: Callable[[], nn.Module]) -> nn.Module:
     """Adapters of rank 16 on all linear layers, in fp32; the trunk in bf16."""
     with torch.device("meta"):
         model = make().to(torch.bfloat16)
-        adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    return adapted
+        return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, *, tied: bool = False) -> nn.Module:

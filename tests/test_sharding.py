@@ -14,7 +14,16 @@ import pytest
 import sharding_worker as worker
 import torch
 from safetensors.torch import load_file
-from test_distributed import saw
+from test_distributed import (
+    ACCELERATE,
+    CONFIGS,
+    EXAMPLES,
+    assert_glue_ran_on_two_processes,
+    glue_command,
+    launch,
+    saw,
+)
+from tiny_language_model import save_tiny_llama
 from torch import nn
 from worker_pool import WorkerPool
 
@@ -243,6 +252,50 @@ def test_one_process_resumes_a_sharded_run(pair: Path) -> None:
     with pytest.raises(RuntimeError, match="all 4 planned steps are charged"):
         trainer.train(resume_from_checkpoint=str(pair / "saved" / "best" / "run" / "checkpoint-2"))
     assert worker.digest(trainer.model) != worker.digest(worker.MODELS["bert"]()), "the weights were loaded"
+
+
+# --- as people type it -----------------------------------------------------------------------------------------------
+
+
+def launched(*script: str | Path) -> str:
+    options = ("--config_file", CONFIGS / "fsdp.yaml", "--num_processes", "2", "--main_process_port", "0")
+    return launch([*ACCELERATE, *options, *script]).stdout
+
+
+@pytest.mark.slow
+def test_the_glue_example_launched_by_accelerate(tmp_path: Path) -> None:
+    printed = launched(*glue_command(tmp_path))
+    assert_glue_ran_on_two_processes(tmp_path / "output", printed)
+    report = json.loads((tmp_path / "output" / "privacy_report.json").read_text())
+    assert 0 < report["model"]["sharded_parameters"] < report["model"]["total_parameters"]
+    assert "sharded over them" in (tmp_path / "output" / "privacy_report.html").read_text()
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(tmp_path / "output" / "model.safetensors")
+    frozen = [name for name in before if "embeddings" in name or "layer.0" in name]
+    assert frozen
+    assert all(torch.equal(before[name], after[name]) for name in frozen), "also where one process alone read them"
+
+
+@pytest.mark.slow
+def test_the_language_model_script_launched_by_accelerate(tmp_path: Path) -> None:
+    rows = [{"text": f"line {k} of a text"} for k in range(48)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "--model_name_or_path": save_tiny_llama(tmp_path / "llama"),
+        "--train_file": tmp_path / "rows.jsonl",
+        "--per_device_train_batch_size": 4,
+        "--max_steps": 2,
+        "--max_seq_length": 32,
+        "--noise_multiplier": 1.0,
+        "--output_dir": tmp_path / "output",
+        "--report_to": "none",
+    }
+    arguments = [str(part) for pair in options.items() for part in pair]
+    launched(EXAMPLES.parent / "language_modeling" / "run_sft.py", "--do_train", "--use_cpu", *arguments)
+    record = json.loads((tmp_path / "output" / "privacy_run.json").read_text())
+    assert (record["peft"], record["plan"]["world_size"]) == (True, 2)
+    assert record["sharded_parameters"] > 0
+    assert list((tmp_path / "output").glob("adapter_model.safetensors"))
 
 
 # --- which parameters are gathered together --------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
+from hf_dcsgd.ghost.quantized import shared_scale
+
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 # Couplings that the few rows of a check do not show, by class name.
 _HIDDEN_COUPLINGS = {
@@ -94,7 +96,7 @@ def _reason_to_refuse(module: nn.Module) -> str | None:
             return f"max_norm={module.max_norm} rewrites its weight during the forward; set max_norm=None"
         if module.scale_grad_by_freq and any(p.requires_grad for p in module.parameters()):
             return "scale_grad_by_freq=True scales by token counts of the whole batch; set it to False"
-    return None
+    return shared_scale(module)
 
 
 def _coupling_settings(module: nn.Module) -> Iterator[str]:

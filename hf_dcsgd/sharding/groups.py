@@ -52,6 +52,13 @@ def sharding_groups(model: nn.Module, block_classes: Collection[str] = ()) -> li
     }
     if not shardable:
         raise ValueError(EVERYTHING_TRAINED)
+    for name, parameter in shardable.values():
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            raise ValueError(
+                f"expected frozen parameters in fp32, bf16 or fp16 with fsdp, got {name} in {parameter.dtype} "
+                f"({type(parameter).__name__}): quantized weights do not come apart in rows; leave fsdp out, or load "
+                "them in bf16"
+            )
     uses = _uses(model)
     groups: list[Group] = []
     within: set[int] = set()
