@@ -1,4 +1,4 @@
-"""Frozen trunks in 4 and 8 bits. What needs bitsandbytes or torchao, which nothing else here does, runs where they are."""
+"""Frozen trunks in 4 and 8 bits. What needs bitsandbytes or torchao, which nothing else does, runs where they are."""
 
 from __future__ import annotations
 

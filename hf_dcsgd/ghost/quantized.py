@@ -1,11 +1,11 @@
 """Frozen weights in few bits: exact where each example is quantized by itself, refused where a scale serves them all.
 
-| weights                                             | input                                | per-example gradients     |
-|-----------------------------------------------------|--------------------------------------|---------------------------|
-| 4 bits (bitsandbytes), int8 or int4 (torchao)       | as it is: weights are unpacked       | exact, of these weights   |
-| int8 or fp8 (torchao), one scale per row of input   | quantized, each position by itself   | exact, where it has any   |
-| int8 or fp8 (torchao), one scale for the input      | quantized by the largest of them all | refused: examples mix     |
-| 8 bits (bitsandbytes)                               | outlier columns of the whole batch   | refused: examples mix     |
+| weights                                           | input                                | per-example gradients   |
+|---------------------------------------------------|--------------------------------------|-------------------------|
+| 4 bits (bitsandbytes), int8 or int4 (torchao)     | as it is: weights are unpacked       | exact, of these weights |
+| int8 or fp8 (torchao), one scale per row of input | quantized, each position by itself   | exact, where it has any |
+| int8 or fp8 (torchao), one scale for the input    | quantized by the largest of them all | refused: examples mix   |
+| 8 bits (bitsandbytes)                             | outlier columns of the whole batch   | refused: examples mix   |
 """
 
 from __future__ import annotations
