@@ -30,7 +30,9 @@ from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 from hf_dcsgd.reporting import report
 from hf_dcsgd.sharding import trunk
 from hf_dcsgd.sharding.lockstep import Lockstep, NotedAllGather
+from hf_dcsgd.sharding.memory import rank_memory
 from hf_dcsgd.sharding.step import ShardedStep
+from hf_dcsgd.tasks.layer_selection import prepare_layers
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 SEED, STEPS, RECORDS, BATCH = 11, 4, 48, 24
@@ -249,6 +251,38 @@ def sharded(directory: Path) -> dict[str, Any]:
     }
 
 
+LARGE: dict[str, Callable[[], nn.Module]] = {
+    "bert-base": lambda: hf.BertForSequenceClassification(hf.BertConfig()),
+    "llama": lambda: with_lora(
+        hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                vocab_size=32000,
+                hidden_size=768,
+                intermediate_size=2048,
+                num_hidden_layers=8,
+                num_attention_heads=12,
+                num_key_value_heads=4,
+            )
+        ).bfloat16(),
+        "CAUSAL_LM",
+    ),
+}
+
+
+def measured(directory: Path) -> dict[str, Any]:
+    """Bytes of parameters that this rank holds in a step, and what was estimated; models of a real size, if asked."""
+    found = {}
+    for name, make in (LARGE if "LARGE" in os.environ else {key: MODELS[key] for key in ("bert", "llama")}).items():
+        model = make()
+        prepare_layers(model, None)
+        estimate = rank_memory(model, WORLD_SIZE)
+        trainer = make_trainer(directory / name, model=model, max_steps=1, **SHARDED)
+        with watched_gathers(trainer.model) as peaks:
+            trainer.train()
+        found[name] = {"estimate": estimate, "held": nbytes(map(trunk.held_part, trainer.model.parameters())), **peaks}
+    return found
+
+
 def saved(directory: Path) -> dict[str, Any]:
     """Checkpoints of plain and sharded runs of the same seed, and runs that resume from them."""
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
@@ -422,7 +456,7 @@ def refused(directory: Path) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (plain, sharded, saved, resumed, dying, broken_lockstep, uneven, refused)
+    for function in (plain, sharded, measured, saved, resumed, dying, broken_lockstep, uneven, refused)
 }
 
 

@@ -31,7 +31,7 @@ from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.sharding.groups import sharding_groups
 from hf_dcsgd.sharding.lockstep import GatherLog
 
-SHARED = ("plain", "sharded", "saved", "broken_lockstep", "refused")
+SHARED = ("plain", "sharded", "measured", "saved", "broken_lockstep", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,27 @@ def test_a_rank_holds_its_pieces_and_what_is_trained(pair: Path) -> None:
     assert [name.rpartition("model.")[2] for name in groups] == [
         "layers.0", "layers.1", "embed_tokens", "lm_head", "the rest",
     ]  # fmt: skip
+
+
+def assert_as_estimated(directory: Path) -> None:
+    main, *others = saw(directory, "measured")
+    for name, found in main.items():
+        estimate = found["estimate"]
+        assert found["held"] == estimate["frozen"] + estimate["trained"], name
+        assert all(rank[name]["held"] <= found["held"] for rank in others), "the last pieces may be short"
+        assert found["peak"] <= found["held"] + estimate["gathered"], name
+        # Forwards, nothing is fetched ahead.
+        assert found["forward_peak"] <= found["peak"]
+
+
+def test_ranks_hold_as_many_bytes_as_estimated(pair: Path) -> None:
+    assert_as_estimated(pair)
+
+
+@pytest.mark.slow
+def test_models_of_a_real_size_hold_as_many_bytes_as_estimated(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(2, [worker.__file__, tmp_path, "measured"], LARGE="yes", timeout=900)
+    assert_as_estimated(tmp_path)
 
 
 @pytest.mark.slow

@@ -94,6 +94,8 @@ def refuse_dishonored_sharding(args: TrainingArguments) -> None:
         ),
         "torch_compile": (args.torch_compile, "the order in which weights are gathered would not be seen"),
     }
+    if not args.accelerator_config.even_batches:
+        raise ValueError("accelerator_config: even_batches=False cannot be used with fsdp: ranks must evaluate alike")
     for name, (refused, reason) in together.items():
         if refused:
             raise ValueError(f"{name}={getattr(args, name)} cannot be used with fsdp: {reason}")
