@@ -94,7 +94,7 @@ def refuse_dishonored_sharding(args: TrainingArguments) -> None:
         ),
         "torch_compile": (args.torch_compile, "the order in which weights are gathered would not be seen"),
     }
-    if not args.accelerator_config.even_batches:
+    if not getattr(args.accelerator_config, "even_batches", True):
         raise ValueError("accelerator_config: even_batches=False cannot be used with fsdp: ranks must evaluate alike")
     for name, (refused, reason) in together.items():
         if refused:
