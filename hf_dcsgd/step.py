@@ -231,7 +231,7 @@ class PrivateStep:
 
     def accumulate(self, stack: Batch) -> Tensor:
         """Clip each example of a stack and add it to the running sum; return the (private) sum of their losses."""
-        mechanism = self._require_mechanism()
+        mechanism = self.require_mechanism()
         if batch_length(stack) == 0:
             return torch.zeros((), device=self.device)
         try:
@@ -260,7 +260,7 @@ class PrivateStep:
 
     def release(self) -> NoisyRelease:
         """Complete the logical batch: charge it, add noise, and write the noisy mean gradient into `param.grad`."""
-        mechanism = self._require_mechanism()
+        mechanism = self.require_mechanism()
         clipped_sum = self.clipper.zeros() if self._clipped_sum is None else self._clipped_sum
         self._clipped_sum = None
         release = mechanism.release(clipped_sum.float())
@@ -278,7 +278,8 @@ class PrivateStep:
         self._clipped_sum = None
         self.model.zero_grad()
 
-    def _require_mechanism(self) -> DPMechanism:
+    def require_mechanism(self) -> DPMechanism:
+        """Return the mechanism; RuntimeError where there is none yet."""
         if self.mechanism is None:
             raise RuntimeError("expected PrivateStep to have a mechanism before examples are clipped, got None")
         return self.mechanism
@@ -297,9 +298,10 @@ class PrivateStep:
         count = 1 if self._stacks_checked else min(_EXAMPLES_CHECKED_AT_FIRST, len(losses))
         self._stacks_checked += 1
         for example in secrets.SystemRandom().sample(range(len(losses)), count):
-            self._check_alone(stack, example, tape, losses, norms)
+            self.check_alone(stack, example, tape, losses, norms)
 
-    def _check_alone(self, stack: Batch, example: int, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+    def check_alone(self, stack: Batch, example: int, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
+        """Run an example again alone, and raise `BatchCouplingError` where that gives another loss or norm."""
         taken = take_example(stack, example)
         with torch.random.fork_rng([]), self.clipper.over(self.units(taken)):
             with tape.play(rows_of_example(stack, example)):  # the random numbers that it had in the stack

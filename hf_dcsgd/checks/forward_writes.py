@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_dcsgd.ghost import UnsupportedModelError
 
@@ -104,8 +105,18 @@ class _Tree:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield buffers and parameters by name; of one that is sharded over ranks, the piece that is here."""
     for name, tensor in chain(model.named_buffers(), model.named_parameters()):
+        yield from _parts(name, tensor)
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tensor, DTensor):
         with torch.no_grad():
-            yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            yield name, tensor.to_local()
+    elif is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad:
+        for part in tensor.__tensor_flatten__()[0]:  # numbers and scales of a quantized one
+            yield from _parts(f"{name}.{part}", getattr(tensor, part))
+    else:
+        yield name, tensor
 
 
 def _place(tensor: Tensor) -> tuple[int | None, int | None]:

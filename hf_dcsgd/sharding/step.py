@@ -101,7 +101,7 @@ class ShardedStep(PrivateStep):
 
     def accumulate(self, stack: Batch) -> Tensor:
         """Clip each example of a stack and add it to the running sum; run a made-up row where there is none."""
-        mechanism = self._require_mechanism()
+        mechanism = self.require_mechanism()
         try:
             with self._sharded.gate.opened():
                 if batch_length(stack):
@@ -126,7 +126,7 @@ class ShardedStep(PrivateStep):
         except RuntimeError as error:
             holds, cause = False, error
         if not holds:
-            self._require_mechanism().abandon()
+            self.require_mechanism().abandon()
             self.discard()
             raise LockstepError(
                 "ranks did not gather the same weights in the same order, so that gradients may have been computed "
@@ -157,4 +157,4 @@ class ShardedStep(PrivateStep):
 
     def _check_some(self, stack: Batch, tape: RandomTape, losses: Tensor, norms: Tensor) -> None:
         """Run one example again alone."""
-        self._check_alone(stack, secrets.randbelow(len(losses)), tape, losses, norms)
+        self.check_alone(stack, secrets.randbelow(len(losses)), tape, losses, norms)

@@ -70,7 +70,7 @@ class ShardedTrunk:
             _take_from_main_process(list(group.parameters.values()), device)
             _shard(group, mesh, self.log)
             group.module.register_forward_pre_hook(self.gate.check, prepend=True)
-        self._modules: list[Any] = [group.module for group in groups]
+        self._sharded_modules: list[Any] = [group.module for group in groups]
         model.register_load_state_dict_pre_hook(_cut_loaded_weights)
 
     def prepare(self, accelerator: Any) -> None:
@@ -90,7 +90,7 @@ class ShardedTrunk:
 
     def free(self) -> None:
         """Free what a pass left whole, if it did."""
-        for module in self._modules:
+        for module in self._sharded_modules:
             module.reshard()
 
 
