@@ -96,24 +96,24 @@ class _Tree:
             for name, tensor in chain(module._buffers.items(), module._parameters.items()):
                 if tensor is not None and tensor not in seen:
                     seen.add(tensor)
-                    yield (f"{prefix}.{name}" if prefix else name), tensor
+                    yield from _parts(f"{prefix}.{name}" if prefix else name, tensor)
 
     def _listed_children(self) -> list[nn.Module | None]:
         return [child for _, module in self._named_modules for child in module._modules.values()]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield buffers and parameters by name; of one that is sharded over ranks, the piece that is here."""
     for name, tensor in chain(model.named_buffers(), model.named_parameters()):
         yield from _parts(name, tensor)
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor; of one that is sharded over ranks the piece that is here, of a quantized one its parts."""
     if isinstance(tensor, DTensor):
         with torch.no_grad():
             yield name, tensor.to_local()
     elif is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad:
-        for part in tensor.__tensor_flatten__()[0]:  # numbers and scales of a quantized one
+        for part in tensor.__tensor_flatten__()[0]:
             yield from _parts(f"{name}.{part}", getattr(tensor, part))
     else:
         yield name, tensor
