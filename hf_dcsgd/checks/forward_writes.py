@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from hf_dcsgd.ghost import UnsupportedModelError
 
 _SMALL = 1 << 16
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class ForwardWrites:
@@ -96,7 +97,11 @@ class _Tree:
             for name, tensor in chain(module._buffers.items(), module._parameters.items()):
                 if tensor is not None and tensor not in seen:
                     seen.add(tensor)
-                    yield from _parts(f"{prefix}.{name}" if prefix else name, tensor)
+                    path = f"{prefix}.{name}" if prefix else name
+                    if type(tensor) in _PLAIN:
+                        yield path, tensor
+                    else:
+                        yield from _parts(path, tensor)
 
     def _listed_children(self) -> list[nn.Module | None]:
         return [child for _, module in self._named_modules for child in module._modules.values()]
