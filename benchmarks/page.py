@@ -31,8 +31,8 @@ INTRODUCTION = """# What it costs
 This page is made by `python benchmarks/run_all.py --page` of the files in `benchmarks/results/`; `make bench` measures
 what is missing there. Ratios to plain training: variants take turns within one run, a ratio is taken within a round,
 and the median over rounds is shown. On the CPU: one thread, fp32, CPU seconds of the process. Memory is the most bytes
-of tensors alive at one time in a step, beyond weights and optimizer state. Models have random weights. The machine had
-nothing else to do; differences below 3% between two figures are noise.
+of tensors alive at one time in a step, beyond weights and optimizer state. Models have random weights. The machine has
+two cores, which were shared with other work in part of the rows: differences below 7% between two figures are noise.
 """
 
 
@@ -124,12 +124,14 @@ def _growth(results: Results) -> Iterator[str]:
         chosen = {int(n.removeprefix(prefix)): r for n, r in results.items() if n.startswith(prefix)
                   and not n.endswith("_gpu")}  # fmt: skip
         if chosen:
-            yield f"## Growth with {title}\n"
+            first = next(iter(chosen.values()))
+            what = f"{MODELS[first['model']]}, {first['length']} tokens, {_trained(first)}, micro-batches of at most"
+            yield f"## Growth with {title}\n\n{what} {max(r['micro'] for r in chosen.values())}.\n"
             yield table(
-                [title, "d", "`dc_sgd_e`, ms per example", "× plain", "peak memory, MB"],
+                [title, "d", "`dc_sgd_e`, ms per example", "peak memory, MB"],
                 [
                     [f"{k:,}", f"{r['trained']:,}", f"{1000 * ours['seconds'] / r['batch']:.2f}",
-                     f"{ours['ratio']:.2f}", f"{ours['peak_bytes'] / 1e6:.1f}"]
+                     f"{ours['peak_bytes'] / 1e6:.1f}"]
                     for k, r in sorted(chosen.items())
                     for ours in [r["variants"]["dc_sgd_e"]]
                 ],
@@ -161,7 +163,7 @@ def _forms(results: Results) -> Iterator[str]:
     if "forms" in results:
         yield (
             "## Norms by Gram products or of written gradients\n\nNorms and clipped sum of one matrix p × d over T "
-            "positions. The written form is taken where it needs less memory than the factors, T·(p + d) > p·d.\n"
+            "positions. The written form is taken where it needs at most 1.5 times the memory of the factors.\n"
         )
         lines = [
             [str(r["positions"]), f"{r['p']:,} × {r['d']}", f"{1000 * r['gram']:.1f}", f"{1000 * r['written']:.1f}",

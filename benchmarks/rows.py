@@ -32,16 +32,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_mini_last_128": step("mini", LAST, 8, 128, rounds=7),
     "step_mini_all_128": step("mini", "last:6", 32, 128, micro=8),
     "step_mini_lora_128": step("mini", "lora", 8, 128, rounds=9),
-    "epochs_base_fixed": epochs("base", "fixed", 64, 32),
+    "epochs_base_fixed": epochs("base", "fixed", 32, 16),
     "epochs_base_mixed": epochs("base", "mixed", 64, 32),
     "step_base_last_128": step("base", LAST, 4, 128),
     "step_base_lora_128": step("base", "lora", 4, 128),
     "step_base_all_64": step("base", "last:12", 32, 64, micro=8, rounds=2, variants=OPACUS),
-    "step_causal_all_256": step("causal", "all", 16, 256, micro=2, rounds=2),
+    "step_causal_all_256": step("causal", "all", 8, 256, micro=2, rounds=1, variants=OPACUS),
     "strategies": step("mini", LAST, 64, 32, micro=32, tail=True, rounds=25, variants=STRATEGIES),
     **{
         f"growth_batch_{batch}": step(
-            "mini", LAST, batch, 16, micro=32, tail=True, rounds=max(1, 1024 // batch), variants=BOTH
+            "mini", LAST, batch, 128, micro=32, tail=True, rounds=max(1, 1024 // batch), variants=("dc_sgd_e",)
         )
         for batch in (64, 256, 1024, 4096)
     },

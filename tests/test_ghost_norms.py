@@ -13,9 +13,9 @@ from oracles import clipped_sum_of, gradients_one_by_one, norms_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_dcsgd.ghost import GhostClipper, Outer
+from hf_dcsgd.ghost import Dense, GhostClipper, Outer
 from hf_dcsgd.ghost.contributions import LastResult
-from hf_dcsgd.ghost.norms import take_norms
+from hf_dcsgd.ghost.norms import take_norms, written
 
 
 class FirstToken(nn.Module):
@@ -114,6 +114,18 @@ def test_a_result_is_remembered_for_the_same_numbers_alone():
     for tensor in (x, x.detach(), x[:, :2], x.T, x.view(torch.int32), x):
         assert torch.equal(last.of(tensor, lambda tensor: made.append(tensor) or tensor * 2), tensor * 2)
     assert len(made) == 5
+
+
+@pytest.mark.parametrize(("width", "positions"), [(4, 2), (4, 3), (40, 8), (40, 13), (40, 14), (40, 40)])
+def test_contributions_are_written_down_where_that_is_faster(width, positions):
+    generator = torch.Generator().manual_seed(0)
+    outer = Outer(
+        torch.randn(3, positions, 40, generator=generator), torch.randn(3, positions, width, generator=generator)
+    )
+    found = written(outer)
+    assert isinstance(found, Dense) is (1.5 * positions * (40 + width) >= 40 * width)
+    if isinstance(found, Dense):
+        torch.testing.assert_close(found.value, torch.einsum("ntp,ntd->npd", outer.left, outer.right))
 
 
 class Scaled(nn.Module):

@@ -177,6 +177,19 @@ def test_a_buffer_written_anew_passes_only_with_the_numbers_that_it_had_from_the
             model.frequencies.copy_(torch.tensor([3.0, 2.0, 1.0]))
 
 
+def test_modules_that_come_or_go_in_a_forward_are_found() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    writes = ForwardWrites(model)
+    with pytest.raises(UnsupportedModelError, match="memory"), writes.refused():
+        model.memory = nn.Linear(2, 2)
+    with writes.refused():
+        model(torch.ones(1, 2))
+    with pytest.raises(UnsupportedModelError, match=r"1\.bias"), writes.refused():
+        model[1] = nn.Linear(2, 2, bias=False)
+    with pytest.raises(UnsupportedModelError, match=r"0\.weight"), writes.refused():
+        model[0] = nn.Linear(2, 2)
+
+
 def test_coupling_in_the_train_mode_of_a_frozen_part_is_found(tmp_path: Path) -> None:
     class Centering(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 | form    | what is computed                         | chosen where                                                   |
 |---------|------------------------------------------|---------------------------------------------------------------|
 | product | ‖left‖²·‖right‖²                         | one position has a gradient, e.g. that of a [CLS] token       |
-| Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | T·(p + d) ≤ p·d                                               |
-| written | the gradient itself, p×d numbers         | beyond: it takes less memory than the factors, and is kept    |
+| Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | 1.5·T·(p + d) < p·d                                           |
+| written | the gradient itself, p×d numbers         | beyond: it takes little more memory than the factors, or less |
 
 Positions at which no example has a gradient are left out first (`trimmed`). A written gradient is kept in place of its
-factors from the moment that the backward pass hands them over (`written`), and the sum is taken of it. Beyond the
-border it is the faster form throughout; somewhat below it too, at the price of memory (docs/benchmarks.md has both).
+factors from the moment that the backward pass hands them over (`written`), and the sum is taken of it. The border
+follows from measured times (docs/benchmarks.md): the written form is faster from there on, and the memory of a step,
+which holds activations too, hardly grows.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _CANCELLATION = 1 / 8
 # An example is taken to be no smaller than this share of its upper bound, however far its positions cancel: the
 # clipped sum adds them up in fp32 among those of all other examples, and would lose digits where they far exceed C.
 _SMALLEST_SHARE = 2.0**-12
+# How much larger than its factors a written gradient may be.
+_WRITTEN_SHARE = 1.5
 # Matrices this narrow are written at less cost than is needed to find positions without a gradient (LoRA).
 _NARROW = 32
 # The halves of a T×T product mirror each other: it is taken in blocks of this many positions, none of them twice.
@@ -114,7 +117,7 @@ def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
 
 
 def written(part: Contribution) -> Contribution:
-    """Writes the gradients of a contribution down where that takes less memory than its factors."""
+    """Writes the gradients of a contribution down where that is the faster form."""
     if not isinstance(part, Outer):
         return part
     shape = torch.Size([part.left.shape[2], part.right.shape[2]])
@@ -148,7 +151,7 @@ def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
     if any(isinstance(part, Dense) for part in parts):
         return True
     positions = sum(part.positions for part in parts if not isinstance(part, Dense))
-    return positions * (shape[0] + shape[1:].numel()) > shape.numel()
+    return _WRITTEN_SHARE * positions * (shape[0] + shape[1:].numel()) >= shape.numel()
 
 
 def _written(parts: Parts, shape: torch.Size) -> tuple[Tensor, Parts]:
