@@ -40,14 +40,13 @@ def _at(results: list[Result], epsilon: float) -> str:
     ours = [r for r in chosen(results, method="recipe", epsilon=epsilon) if not r["setting"]["options"]]
     if not ours:
         return ""
-    text = f"{_mean(ours):.1f}% at ε = {epsilon:g} in one run"
-    grid = [
-        r
-        for r in chosen(results, method="fixed", epsilon=epsilon)
-        if set(r["setting"]["options"]) == {"clip_threshold"}
-    ]
-    tried = _means(grid)
-    return f"{text}, DP-SGD {max(tried):.1f}% with the best of {len(tried)} thresholds" if len(tried) > 1 else text
+    runs = f"mean of {len(ours)} runs" if len(ours) > 1 else "one run"
+    text = f"{_mean(ours):.1f}% at ε = {epsilon:g} with nothing tuned ({runs})"
+    grid = chosen(results, method="fixed", epsilon=epsilon)
+    tried = _means([r for r in grid if set(r["setting"]["options"]) == {"clip_threshold"}])
+    if len(tried) < 2:
+        return text
+    return f"{text}, DP-SGD at the paper's setting {max(tried):.1f}% with the best of {len(tried)} thresholds"
 
 
 def _means(results: list[Result]) -> list[float]:
