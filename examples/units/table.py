@@ -1,11 +1,11 @@
 """What it costs to protect persons instead of rows: accuracy on SST-2 with made-up users, both ways of clipping.
 
-    python examples/units/table.py --data SST2_FOLDER --model MODEL_FOLDER --results results.json
-    python examples/units/table.py --results results.json --write docs/privacy.md
+    python examples/units/table.py --data SST2_FOLDER --model MODEL_FOLDER --results examples/units/results.json
+    python examples/units/table.py --results examples/units/results.json --write docs/privacy.md
 
 Rows of SST-2 get owners by a public rule: sizes of users are drawn from a fixed seed, from 1 to 20 rows, most of them
 small. Every run trains the last layer of the encoder with DC-SGD-E for the same number of steps of the same expected
-size at ε = 8, about a CPU minute each. Results are written as each run ends, and runs among them are not repeated.
+size at ε = 8, two to three CPU minutes each. Results are written as each run ends; runs among them are not repeated.
 """
 
 from __future__ import annotations
