@@ -26,6 +26,7 @@ OVERRIDDEN = {
     "floating_point_ops": ["inputs"],
     "save_model": ["output_dir", "_internal_call"],
     "push_to_hub": ["commit_message", "blocking", "token", "revision", "private", "kwargs"],
+    "create_accelerator_and_postprocess": [],
     "_push_from_checkpoint": ["checkpoint_folder"],
 }
 # Parameters that not every release in the range of pyproject.toml has.
