@@ -76,7 +76,7 @@ def default_histogram_noise_multiplier(noise_multiplier: float) -> float:
 def expected_squared_error(
     thresholds: np.ndarray, norms: np.ndarray, counts: np.ndarray, unit_variance: float
 ) -> np.ndarray:
-    """E(C) of the paper for each threshold: `unit_variance·C² + Σ counts·max(norms − C, 0)² / Σ counts`.
+    """Return E(C) of the paper for each threshold: `unit_variance·C² + Σ counts·max(norms − C, 0)² / Σ counts`.
 
     `unit_variance` is σ_T²·d/B², the variance of the released gradient per unit of C².
     """
@@ -87,7 +87,7 @@ def expected_squared_error(
 def minimize_expected_squared_error(
     start: float, norms: np.ndarray, counts: np.ndarray, unit_variance: float
 ) -> float | None:
-    """Algorithm 4's search: the best of 0.1C … 2.0C, again from a winner at either end; `None` after 64 rounds.
+    """Search as Algorithm 4 does: the best of 0.1C … 2.0C, again from a winner at either end; `None` after 64 rounds.
 
     With non-negative counts E is convex and the search ends; with raw noisy counts it may not.
     """
@@ -199,11 +199,11 @@ class HistogramThreshold(NormClipping):
 
     @abstractmethod
     def _threshold_for(self, distribution: NormDistribution) -> float:
-        """C of the next step for norms of this distribution."""
+        """Return C of the next step for norms of this distribution."""
 
     @abstractmethod
     def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
-        """(C, R) of the next step by the paper's rule, from usable counts."""
+        """Return (C, R) of the next step by the paper's rule, from usable counts."""
 
     def own_state(self) -> dict[str, Any]:
         following = {} if self._following is None else self._following.state()
@@ -283,18 +283,14 @@ class ExpectedErrorThreshold(HistogramThreshold):
     def paper_range(histogram_bins: int) -> float:
         return float(histogram_bins)
 
-    def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
-        return self._next_threshold(histogram), self._next_range(histogram)
-
     def _threshold_for(self, distribution: NormDistribution) -> float:
         return distribution.least_error_threshold(self._unit_variance)
 
-    def _next_threshold(self, histogram: NoisyHistogram) -> float:
-        counts = histogram.projected()
-        if not counts.sum() > 0:  # only when rounding ate a total that is tiny beside the counts
-            return self.clip_threshold
-        best = minimize_expected_squared_error(self.clip_threshold, histogram.bin_centers, counts, self._unit_variance)
-        return self.clip_threshold if best is None else best
+    def _next(self, histogram: NoisyHistogram) -> tuple[float, float]:
+        start, counts, best = self.clip_threshold, histogram.projected(), None
+        if counts.sum() > 0:  # it is not when rounding ate a total that is tiny beside the counts
+            best = minimize_expected_squared_error(start, histogram.bin_centers, counts, self._unit_variance)
+        return start if best is None else best, self._next_range(histogram)
 
     def _next_range(self, histogram: NoisyHistogram) -> float:
         counts, total, bins = histogram.noisy_counts, histogram.total, histogram.bins

@@ -112,7 +112,7 @@ def batch_length(batch: Mapping[str, Any]) -> int:
 
 def take_row(batch: Mapping[str, Any], index: int) -> Batch:
     """Return one row of a stack as a stack of one."""
-    return {name: value[index : index + 1] if _has_rows(value) else value for name, value in batch.items()}
+    return _sliced(batch, index, index + 1)
 
 
 def take_rows(batch: Mapping[str, Any], indices: Sequence[int]) -> Batch:
@@ -178,10 +178,11 @@ def _cut(batch: Batch, largest: int) -> list[Batch]:
     if parts <= 1:
         return [batch]
     bounds = [rows * k // parts for k in range(parts + 1)]
-    return [
-        {name: value[start:end] if _has_rows(value) else value for name, value in batch.items()}
-        for start, end in pairwise(bounds)
-    ]
+    return [_sliced(batch, start, end) for start, end in pairwise(bounds)]
+
+
+def _sliced(batch: Mapping[str, Any], start: int, end: int) -> Batch:
+    return {name: value[start:end] if _has_rows(value) else value for name, value in batch.items()}
 
 
 def longest_row(tokenizer: Any, model: Any) -> int | None:

@@ -7,6 +7,7 @@ the vector does not have. It is a vector per example: small enough to write down
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,64 +18,48 @@ from hf_dcsgd.ghost.registry import register_recognized, register_rule, trainabl
 
 
 def _scale_and_shift(
-    module: nn.Module, normalize: Callable[[], Tensor], output_grad: Tensor, summed: tuple[int, ...]
+    module: nn.Module, normalize: Callable[[Tensor], Tensor], inputs: Tensor, output_grad: Tensor, summed: range
 ) -> dict[str, Contribution]:
+    """Return the contributions to weight and bias, summed over these axes."""
     grad = working_precision(output_grad)
-    contributions: dict[str, Contribution] = {}
+    values: dict[str, Tensor] = {}
     if trainable(module, "weight"):
-        product = normalize().mul_(grad)
-        contributions["weight"] = Dense(product.sum(summed) if summed else product)
+        values["weight"] = normalize(working_precision(inputs)).mul_(grad)
     if trainable(module, "bias"):
-        contributions["bias"] = Dense(grad.sum(summed) if summed else grad)
-    return contributions
+        values["bias"] = grad
+    return {name: Dense(value.sum(tuple(summed)) if summed else value) for name, value in values.items()}
 
 
 @register_rule(nn.LayerNorm, inputs_for=["weight"])
 def layer_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.LayerNorm)
-    shape, eps = module.normalized_shape, module.eps
-    return _scale_and_shift(
-        module,
-        lambda: F.layer_norm(working_precision(inputs), shape, eps=eps),
-        output_grad,
-        tuple(range(1, inputs.dim() - len(shape))),
-    )
+    normalize = partial(F.layer_norm, normalized_shape=module.normalized_shape, eps=module.eps)
+    summed = range(1, inputs.dim() - len(module.normalized_shape))
+    return _scale_and_shift(module, normalize, inputs, output_grad, summed)
 
 
 @register_rule(nn.GroupNorm, inputs_for=["weight"])
 def group_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     assert isinstance(module, nn.GroupNorm)
-    groups, eps = module.num_groups, module.eps
-    return _scale_and_shift(
-        module,
-        lambda: F.group_norm(working_precision(inputs), groups, eps=eps),
-        output_grad,
-        tuple(range(2, inputs.dim())),
-    )
+    normalize = partial(F.group_norm, num_groups=module.num_groups, eps=module.eps)
+    return _scale_and_shift(module, normalize, inputs, output_grad, range(2, inputs.dim()))
 
 
 @register_rule(nn.RMSNorm)
 def rms_norm_rule(module: nn.Module, inputs: Tensor, output_grad: Tensor) -> dict[str, Contribution]:
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return _scale_and_shift(
-        module,
-        lambda: F.rms_norm(working_precision(inputs), weight.shape, eps=rms_epsilon(module)),
-        output_grad,
-        tuple(range(1, inputs.dim() - weight.dim())),
-    )
+    normalize = partial(F.rms_norm, normalized_shape=weight.shape, eps=rms_epsilon(module))
+    return _scale_and_shift(module, normalize, inputs, output_grad, range(1, inputs.dim() - weight.dim()))
 
 
 def rms_epsilon(module: nn.Module) -> float | None:
-    for name in ("variance_epsilon", "eps", "epsilon"):
-        value = getattr(module, name, None)
-        if isinstance(value, float):
-            return value
-    return None
+    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    return next((value for value in values if isinstance(value, float)), None)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Tells whether this module's own autograd gradient agrees with the rule on random input.
+    """Tell whether this module's own autograd gradient agrees with the rule on random input.
 
     The family has dozens of classes, some with a unit offset (Gemma) or a gate (Mamba): the name alone proves nothing.
     """

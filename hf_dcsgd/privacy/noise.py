@@ -90,9 +90,12 @@ def _add_numpy_normal(values: np.ndarray, std: float, entropy: np.random.SeedSeq
         part += noise
 
     starts = range(0, len(values), _STREAM_LENGTH)
-    seeds = entropy.spawn(len(starts))
-    with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), max(len(starts), 1))) as threads:
-        list(threads.map(fill, starts, seeds))
+    seeds, workers = entropy.spawn(len(starts)), min(torch.get_num_threads(), len(starts))
+    if workers < 2:  # to start a thread would take longer than to fill a few numbers
+        list(map(fill, starts, seeds))
+    else:
+        with ThreadPoolExecutor(workers) as threads:
+            list(threads.map(fill, starts, seeds))
 
 
 def _add_torch_normal(values: torch.Tensor, std: float, entropy: np.random.SeedSequence) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+from base64 import b64encode
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -33,32 +33,25 @@ def _figures(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> list[dic
 
     curve, budget = report["epsilon_over_steps"], report["budget"]
     has_range = "histogram_range" in report["trajectory"]
-    drawn = [
-        (
-            "Clipping threshold",
-            "The threshold C of each step" + (" and the range R of the histogram." if has_range else "."),
-            plots.threshold_figure(trace),
-        ),
-        (
-            "Gradient norms",
-            "The noisy histogram of per-example gradient norms over time, as released: darker is more examples. Norms "
-            "beyond the range count in its last bin.",
-            plots.histogram_figure(trace),
-        ),
-        (
-            "Privacy spent",
-            f"ε at δ = {rounded_up(budget['delta'])} by the {budget['accountant'].upper()} accountant.",
-            plots.epsilon_figure(
-                curve["steps"],
-                curve["epsilon"],
-                planned_steps=report["steps"]["planned"],
-                target_epsilon=budget["target_epsilon"],
-            ),
-        ),
-    ]
-    sources = {
-        title: "data:image/svg+xml;base64," + base64.b64encode(plots.svg(figure)).decode("ascii")
-        for title, _, figure in drawn
+    threshold = "The threshold C of each step" + (" and the range R of the histogram." if has_range else ".")
+    norms = (
+        "The noisy histogram of per-example gradient norms over time, as released: darker is more examples. Norms "
+        "beyond the range count in its last bin."
+    )
+    spent = f"ε at δ = {rounded_up(budget['delta'])} by the {budget['accountant'].upper()} accountant."
+    planned, target = report["steps"]["planned"], budget["target_epsilon"]
+    curves = plots.epsilon_figure(curve["steps"], curve["epsilon"], planned_steps=planned, target_epsilon=target)
+    drawn = (
+        ("Clipping threshold", threshold, plots.threshold_figure(trace)),
+        ("Gradient norms", norms, plots.histogram_figure(trace)),
+        ("Privacy spent", spent, curves),
+    )
+    return [
+        {
+            "title": title,
+            "caption": caption,
+            "source": "data:image/svg+xml;base64," + b64encode(plots.svg(figure)).decode(),
+        }
+        for title, caption, figure in drawn
         if figure is not None
-    }
-    return [{"title": t, "caption": caption, "source": sources[t]} for t, caption, _ in drawn if t in sources]
+    ]

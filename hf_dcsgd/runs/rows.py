@@ -43,16 +43,18 @@ class TrainingRows:
         """Return how many examples can be drawn, and how many units of privacy they belong to."""
         if self.units is None:
             return {"dataset_size": None if self._data is None else map_style_length(self._data)}
-        return {"dataset_size": len(self.units if self._first is None else self._first), "num_units": len(self.units)}
+        first = self._first_rows()
+        return {"dataset_size": len(self.units if first is None else first), "num_units": len(self.units)}
 
     def usable(self) -> Any:
         """Return the rows that each unit may take part with, without the column of `privacy_unit`."""
-        rows = self._data if self._column is None else without_column(self._data, self._column)
-        return rows if self._first is None else select_rows(rows, self._first)
+        rows, first = self._data, self._first_rows()
+        if self._column is not None:
+            rows = without_column(rows, self._column)
+        return rows if first is None else select_rows(rows, first)
 
-    @property
-    def _first(self) -> np.ndarray | None:
-        """The rows that are drawn one by one, where units are not drawn as a whole."""
+    def _first_rows(self) -> np.ndarray | None:
+        """Return the rows that are drawn one by one; None where units are drawn as a whole."""
         if self.units is None or self._args.privacy_unit_clipping != BY_ROW:
             return None
         return self.units.first_rows(self._args.max_rows_per_unit)
