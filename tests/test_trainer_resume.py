@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from tiny_tasks import (
     tiny_bert,
     watch_steps,
 )
+from worker_pool import WorkerPool
 
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted
@@ -46,40 +45,28 @@ SETTINGS: dict[str, Any] = {
 KILLED_WITHIN = 5  # the step whose gradient was released, but whose optimizer step never came
 
 WORKER = """
-    import sys, time
-    sys.path.insert(0, sys.argv[1])
+    import os, signal, sys
     import hf_dcsgd.reporting.report
     from tiny_tasks import feature_trainer
     from transformers import TrainerCallback
 
-    class Hang(TrainerCallback):
+    class Kill(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == {within} - 1:
-                print("KILL ME", flush=True)
-                time.sleep(600)
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    feature_trainer(sys.argv[2], trainer_options={{"callbacks": [Hang()]}}, **{settings}).train()
+    feature_trainer(sys.argv[1], trainer_options={{"callbacks": [Kill()]}}, **{settings}).train()
 """
 
 
 @pytest.fixture(scope="module")
-def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed_run(tmp_path_factory: pytest.TempPathFactory, workers: WorkerPool) -> Path:
     """The output directory of a process that was killed in the middle of its fifth step."""
     directory = tmp_path_factory.mktemp("killed")
     script = directory / "worker.py"
     script.write_text(textwrap.dedent(WORKER).format(within=KILLED_WITHIN, settings=SETTINGS))
-    command = [sys.executable, str(script), str(Path(__file__).parent), str(directory / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            said = []
-            for line in process.stdout or ():
-                said.append(line)
-                if "KILL ME" in line:
-                    break
-            assert "KILL ME" in said[-1], said
-        finally:
-            process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+    ended = workers.run(1, [script, directory / "run"], check=False)
+    assert ended.exit_codes == [-signal.SIGKILL], ended.output[-2000:]
     return directory / "run"
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import stat
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from architectures import ARCHITECTURES
 from datasets import Dataset
 from tiny_tasks import pad, private_args, text_rows, tiny_bert
 from torch import Tensor, nn
+from worker_pool import WorkerPool
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.cli import main
@@ -279,8 +277,7 @@ def test_a_disk_without_space_is_told_before_anything_is_written(
 
 
 KILLED = """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
+import os, signal
 from pathlib import Path
 from test_trunk_cache import small_cache
 from hf_dcsgd.trunk import build, store
@@ -302,10 +299,11 @@ small_cache(Path({folder!r})).fill(range(64), show_progress=False)
 """
 
 
-def test_a_process_killed_while_it_fills_the_cache_loses_no_finished_row(tmp_path: Path) -> None:
-    script = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=300)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-2000:]
+def test_a_process_killed_while_it_fills_the_cache_loses_no_finished_row(tmp_path: Path, workers: WorkerPool) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(folder=str(tmp_path)))
+    ended = workers.run(1, [script], check=False)
+    assert ended.exit_codes == [-signal.SIGKILL], ended.output[-2000:]
     cache = small_cache(tmp_path)
     missing = cache.store.missing(range(64))
     assert 0 < len(missing) < 64
@@ -318,8 +316,6 @@ def test_a_process_killed_while_it_fills_the_cache_loses_no_finished_row(tmp_pat
 
 
 FILLING = """
-import sys
-sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_trunk_cache import small_cache
 from hf_dcsgd.trunk import build
@@ -331,12 +327,10 @@ assert not cache.store.missing(range(64))
 """
 
 
-def test_two_processes_that_fill_one_cache_wait_for_each_other(tmp_path: Path) -> None:
-    script = textwrap.dedent(FILLING).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    both = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) for _ in range(2)]
-    for process in both:
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors.decode()[-2000:]
+def test_two_processes_that_fill_one_cache_wait_for_each_other(tmp_path: Path, workers: WorkerPool) -> None:
+    script = tmp_path / "filling.py"
+    script.write_text(FILLING.format(folder=str(tmp_path)))
+    workers.run(2, [script])
     cache = small_cache(tmp_path)
     (index,) = cache.folder.glob("rows-*.idx")
     records = index.stat().st_size // (8 * cache.store.schema.record_length)
