@@ -5,7 +5,7 @@
 
 Rows of SST-2 get owners by a public rule: sizes of users are drawn from a fixed seed, from 1 to 20 rows, most of them
 small. Every run trains the last layer of the encoder with DC-SGD-E for the same number of steps of the same expected
-size at ε = 8, two to three CPU minutes each. Results are written as each run ends; runs among them are not repeated.
+size at ε = 8, one to three CPU minutes each. Results are written as each run ends; runs among them are not repeated.
 """
 
 from __future__ import annotations
