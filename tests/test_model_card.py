@@ -56,7 +56,11 @@ REPORT: dict[str, Any] = {
     },
     "clipping": {"strategy": "dc_sgd_e", "settings": {"clip_threshold": 1.0, "histogram_bins": 20}},
     "layout": {"world_size": 2, "gradient_accumulation_steps": 4},
-    "model": {"num_parameters": 7680002, "trainable_layers": "last_encoder_pooler_classifier"},
+    "model": {
+        "num_parameters": 7680002,
+        "trainable_layers": "last_encoder_pooler_classifier",
+        "sharded_parameters": 0,
+    },
     "earlier_spending": None,
     "earlier_runs": {"runs": [], "composed_epsilon": 9.12345, "composed_delta": 9.547e-06},
     "software": {"python": "3.11.7", "torch": "2.13.0"},

@@ -111,11 +111,13 @@ class HyperparameterSearch:
         self._trials.append((str(run_dir), mechanism))
 
     def __enter__(self) -> HyperparameterSearch:
+        # Now: when the block ends, another process may have written the total of this search already.
+        self._before = self.cost or SearchCost.read(self._output_dir)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._trials:
-            self.cost = search_cost(self._trials, self.cost or SearchCost.read(self._output_dir))
+            self.cost = search_cost(self._trials, self._before)
             logger.warning(self.cost.describe())
             if self._writes:
                 self.cost.write(self._output_dir)
