@@ -195,6 +195,8 @@ class DCSGDTrainer(PublishingTrainer):
 
         Nothing is spent or written, and of the training data only their number enters.
         """
+        if self.sharded is not None:
+            raise ValueError(f"fsdp={self.args.fsdp}: no estimate by trial; use hf-dcsgd doctor --devices")
         train_mode(self.model)
         plan = self.plan = self.make_plan()
         at_a_time = self.args.per_device_train_batch_size

@@ -223,7 +223,8 @@ class DCSGDTrainingArguments(TrainingArguments):
         for name, (value, reason) in fixed_values(self.recipe).items():
             self._derive(name, value, reason)
         if is_fsdp_asked_of_accelerate() and not self.fsdp:
-            self.fsdp, self.fsdp_config = "full_shard", fsdp_config_of_accelerate()
+            self.fsdp_config = fsdp_config_of_accelerate()
+            self.fsdp = True  # type: ignore[assignment]
         super().__post_init__()
         self.fsdp_plugin_args = None  # `sharding/` does what accelerate's plugin would
         layers: Any = self.trainable_layers

@@ -91,7 +91,9 @@ def look_ahead(trainer: Trainer, data_args: FileArguments) -> bool:
         plan = trainer.make_plan()
         print(describe_plan(plan))
         print(describe_recipe(trainer.args, plan))
-    if data_args.dry_run or (data_args.estimate and trainer.is_world_process_zero()):
+    # A sharded model runs on all processes or on none.
+    is_wanted = data_args.estimate and trainer.is_world_process_zero() and trainer.sharded is None
+    if data_args.dry_run or is_wanted:
         print(trainer.estimate(data_args.max_seq_length), flush=True)
     if data_args.dry_run:
         print("Dry run: nothing was spent, nothing was written.")
