@@ -171,8 +171,8 @@ class DCSGDTrainingArguments(TrainingArguments):
     trainable_layers: str | None = _option(
         None,
         "Which parameters are trained: last_encoder_pooler_classifier (the paper's), last:k, head, bias, all, as_is "
-        "(keep requires_grad as it stands), or module names and globs separated by commas. Default: as_is for peft "
-        "models and plain modules, the paper's layers otherwise.",
+        "(keep requires_grad as it stands), ffa_lora (as_is without LoRA's A), or module names and globs separated by "
+        "commas. Default: as_is for peft models and plain modules, the paper's layers otherwise.",
     )
     trunk_cache: str = _option(
         "off",

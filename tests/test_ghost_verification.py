@@ -234,3 +234,24 @@ def test_bert_with_position_ids_for_the_whole_batch():
         return per_example_losses(model, output, labels)
 
     assert not check_exact(Positioned(), tokens, labels, losses).slow_parameters
+
+
+class Product(nn.Module):
+    """Two factors that no module call shows, of which one starts at zero and hides the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterDict({"left": torch.zeros(4), "right": torch.ones(4)})
+
+    def forward(self, x):
+        return 1 + x * self.factors["left"] * self.factors["right"]
+
+
+def test_a_parameter_behind_a_zero_is_not_taken_for_unused():
+    model = Product()
+    clipper = GhostClipper(model)
+    check_exact(clipper, inputs(3, 2), None, squared_output)
+    assert clipper.slow_parameters == {"factors.left", "factors.right"}
+    with torch.no_grad():
+        model.factors["left"].fill_(1.0)
+    check_exact(clipper, inputs(3, 2), None, squared_output)

@@ -216,7 +216,7 @@ class GhostClipper:
         contributions = {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
         if verify:
             fast = {name: p for name, p in self.parameters.items() if name not in self.slow_parameters}
-            unexplained = unexplained_parameters(losses, fast, contributions) if fast else []
+            unexplained = unexplained_parameters(losses, fast, contributions, uses) if fast else []
             if unexplained:
                 self._complain_of_wrong_rules(losses, layouts, set(unexplained))
                 self.slow_parameters.update(unexplained)

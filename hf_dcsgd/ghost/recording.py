@@ -123,7 +123,8 @@ class ForwardRecorder:
         for owner in self._owners:
             if isinstance(owner.module, nn.RNNBase):
                 self._handles += shield_recurrent(owner.module)
-            if type(owner.module) is nn.Embedding:
+            # peft's prompts are looked up once and repeated behind the look-up: left to the slow path.
+            if type(owner.module) is nn.Embedding and "prompt_encoder" not in owner.name.split("."):
                 self._handles.append(owner.module.register_forward_pre_hook(self._give_batch))
             self._handles.append(owner.module.register_forward_hook(self._recorder_of(owner), with_kwargs=True))
         self.recording = True

@@ -11,6 +11,7 @@ block, the pooler and the classifier.
 | `bias`                                     | every bias term and nothing else (`bias,head` adds the head)          |
 | `all`                                      | everything                                                            |
 | `as_is`                                    | what requires a gradient already, e.g. after peft's `get_peft_model`  |
+| `ffa_lora`                                 | `as_is` without the matrices A of peft's LoRA, which stay random      |
 | names or globs                             | parameters, and all parameters of modules, whose full name matches    |
 
 Several entries, in a list or with commas in between, add up; `as_is` stands alone. A name that is also a preset means
@@ -37,7 +38,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 DEFAULT_LAYERS = "last_encoder_pooler_classifier"
-PRESETS = (DEFAULT_LAYERS, "last:k", "head", "bias", "all", "as_is")
+PRESETS = (DEFAULT_LAYERS, "last:k", "head", "bias", "all", "as_is", "ffa_lora")
 
 # Names of what follows the blocks within a base model. Attributes are registered in any order (OPT defines its final
 # norm first), so that names tell more than positions. DeBERTa's `LayerNorm` beside its blocks is for `rel_embeddings`.
@@ -45,6 +46,7 @@ _HEAD_NAME = re.compile(
     r"norm|^ln_|^ln$|pool|final|post_|project_out|head|classif|score|logits|qa_outputs|^cls$", re.IGNORECASE
 )
 _INPUT_NAME = re.compile(r"emb|pre_|patch|rel_", re.IGNORECASE)
+_LORA_A = re.compile(r"(^|\.)lora_(embedding_)?A\.")
 _BIAS_NAME = re.compile(r"(^|\.)bias$|_bias$|(^|\.)bias_[^.]*$")
 
 
@@ -53,8 +55,8 @@ def select_trainable_layers(model: nn.Module, expression: str | Sequence[str] = 
 
     Names are those of `model.named_parameters()`, in its order; a parameter that goes by several names (tied weights)
     is matched by each and returned under the first. If the expression is in error, ValueError is raised and the model
-    is left as it was. Presets other than `as_is` are refused for models with peft adapters: they would train the
-    weights that the adapters are there to spare.
+    is left as it was. Presets other than `as_is` and `ffa_lora` are refused for models with peft adapters: they would
+    train the weights that the adapters are there to spare.
     """
     entries = _entries(expression)
     names = _names_by_parameter(model)
@@ -137,6 +139,8 @@ def _selection(model: nn.Module, entry: str, names: dict[int, list[str]]) -> set
     last = re.fullmatch(r"last:(.*)", entry)
     if entry not in PRESETS and not last:
         return {aliases[0] for aliases in names.values() if any(_matches(entry, alias) for alias in aliases)}
+    if entry == "ffa_lora":
+        return _without_lora_a(model)
     if _has_adapters(model):
         raise ValueError(
             f"trainable_layers={entry!r} cannot be applied to a model with peft adapters, whose own selection it "
@@ -154,6 +158,14 @@ def _selection(model: nn.Module, entry: str, names: dict[int, list[str]]) -> set
         return selected
     tail = _last_blocks(model, blocks, "1" if last is None else last[1])
     return selected | {aliases[0] for aliases in names.values() if any(_is_under(alias, tail) for alias in aliases)}
+
+
+def _without_lora_a(model: nn.Module) -> set[str]:
+    """What peft's LoRA trains, but for A: noise on both factors of B·A would be multiplied (Sun et al., 2024)."""
+    names = dict(model.named_parameters())
+    if not any(_LORA_A.search(name) for name in names):
+        raise ValueError("trainable_layers='ffa_lora' needs a model with LoRA adapters of peft, got none")
+    return {name for name, parameter in names.items() if parameter.requires_grad and not _LORA_A.search(name)}
 
 
 def _last_blocks(model: nn.Module, blocks: str, count: str) -> list[str]:

@@ -163,6 +163,7 @@ def per_example_losses(
     if kind in _ONE_CLASS_PER_EXAMPLE:
         return _cross_entropies(logits, _matching(labels, logits.shape[:1]), label_smoothing)
     if kind == "causal_lm":
+        labels = F.pad(labels, (_virtual_tokens(model, logits, labels), 0), value=IGNORE_INDEX)
         # Token t is predicted from those before it. Labels are shifted, not logits: a shifted copy of these is large.
         labels = F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
     labels = _matching(labels, logits.shape[:2])
@@ -354,6 +355,13 @@ def _output(outputs: Any, name: str, position: int) -> Tensor:
         known = ", ".join(outputs) if isinstance(outputs, Mapping) else type(outputs).__name__
         raise ValueError(f"expected {name} in the model's outputs, got {known}; pass a loss function of your own")
     return value
+
+
+def _virtual_tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> int:
+    """How many tokens peft's prompt tuning has put in front of every row: they have outputs, and no labels."""
+    config: Any = getattr(model, "active_peft_config", None)
+    count = config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
+    return count if logits.shape[1] == labels.shape[-1] + count else 0  # prefix tuning has its own in the cache
 
 
 def _decoder_input_ids(model: nn.Module, labels: Tensor) -> Tensor:
