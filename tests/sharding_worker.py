@@ -252,7 +252,7 @@ def sharded(directory: Path) -> dict[str, Any]:
 
 
 LARGE: dict[str, Callable[[], nn.Module]] = {
-    "bert-base": lambda: hf.BertForSequenceClassification(hf.BertConfig()),
+    "bert-base": lambda: hf.BertForSequenceClassification(hf.BertConfig(num_labels=3)),
     "llama": lambda: with_lora(
         hf.LlamaForCausalLM(
             hf.LlamaConfig(
