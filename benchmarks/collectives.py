@@ -75,7 +75,7 @@ def make_records() -> list[dict[str, Any]]:
 
 
 def measure(private: bool, output_dir: str, **options: Any) -> dict[str, Any]:
-    """Collective calls per step of one short run, as this rank sees them."""
+    """Count the collective calls per step of one short run, as this rank sees them."""
     watch = FromFirstToLastStep(STEPS)
     settings: dict[str, Any] = {
         **{"output_dir": output_dir, "max_steps": STEPS, "use_cpu": True, "report_to": "none", "disable_tqdm": True},

@@ -25,7 +25,7 @@ PARAMETERS = 100_000_000
 
 
 def fastest(action: Callable[[], Any], repeats: int) -> float:
-    """The least seconds of a few calls, after one that is not timed."""
+    """Return the least seconds of a few calls, after one that is not timed."""
     action()
     taken = []
     for _ in range(repeats):

@@ -134,8 +134,10 @@ def _growth(results: Results) -> Iterator[str]:
                   and not n.endswith("_gpu")}  # fmt: skip
         if chosen:
             first = next(iter(chosen.values()))
-            what = f"{MODELS[first['model']]}, {first['length']} tokens, {_trained(first)}, micro-batches of at most"
-            yield f"## Growth with {title}\n\n{what} {max(r['micro'] for r in chosen.values())}.\n"
+            trained = _trained(first) if title == "logical batch" else "last layers and head"
+            micro = max(r["micro"] for r in chosen.values())
+            what = f"{MODELS[first['model']]}, {first['length']} tokens, {trained}, micro-batches of at most {micro}"
+            yield f"## Growth with {title}\n\n{what}.\n"
             yield table(
                 [title, "d", "`dc_sgd_e`, ms per example", "peak memory, MB"],
                 [
@@ -204,8 +206,9 @@ def _missing(results: Results) -> Iterator[str]:
 
 
 def draw(results: Results) -> Figure:
-    """Draw the ratios of all steps as bars, one group per row of the table."""
-    chosen = sorted((n for n in results if n.startswith("step_") and not n.endswith("_gpu")), key=_order)
+    """Draw the ratios of the steps that peers were measured on as bars, one group per row of the table."""
+    steps = (n for n in results if n.startswith("step_") and not n.endswith("_gpu"))
+    chosen = sorted((n for n in steps if "opacus_ghost" in results[n]["variants"]), key=_order)
     figure = Figure(figsize=(9.0, 1.4 + 0.75 * len(chosen)), layout="constrained")
     axes = figure.subplots()
     for k, (variant, (label, color)) in enumerate(VARIANTS.items()):
@@ -218,11 +221,11 @@ def draw(results: Results) -> Figure:
                 axes.text(0.02, y, f"{label}: fails", va="center", fontsize=6.5, color=color)
     axes.axvline(1.0, color="#26323d", linewidth=0.8)
     axes.set_yticks(range(len(chosen)), [_label(results[name]) for name in chosen], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(chosen) - 0.4, -0.6)
     axes.set_xlabel("time of one step, plain training = 1")
     axes.spines[["top", "right"]].set_visible(False)
     if chosen:
-        axes.legend(loc="lower right", fontsize=8, frameon=False)
+        figure.legend(loc="outside upper center", ncols=len(VARIANTS), fontsize=8, frameon=False)
     return figure
 
 

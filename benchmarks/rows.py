@@ -32,7 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_mini_last_128": step("mini", LAST, 8, 128, rounds=7),
     "step_mini_all_128": step("mini", "last:6", 32, 128, micro=8),
     "step_mini_lora_128": step("mini", "lora", 8, 128, rounds=9),
-    "epochs_base_fixed": epochs("base", "fixed", 32, 16),
+    "epochs_base_fixed": epochs("base", "fixed", 128, 32),
     "epochs_base_mixed": epochs("base", "mixed", 64, 32),
     "step_base_last_128": step("base", LAST, 4, 128),
     "step_base_lora_128": step("base", "lora", 4, 128),
@@ -56,7 +56,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_choices_all_64": step("choices", "last:6", 8, 64, variants=BOTH, rounds=5),
     "step_base_tail_32": step("base", LAST, 64, 32, micro=32, tail=True),
     "step_causal_all_1024": step("causal", "all", 4, 1024, micro=1, rounds=1, variants=OPACUS),
-    **{f"growth_layers_{k}": step("mini", f"last:{k}", 8, 64, variants=BOTH) for k in (1, 2, 4, 6)},
+    **{f"growth_layers_{k}": step("mini", f"last:{k}", 64, 64, micro=16, variants=BOTH) for k in (1, 2, 4, 6)},
     "step_mini_last_64": step("mini", LAST, 16, 64),
     "step_mini_last_512": step("mini", LAST, 2, 512),
     "step_mini_all_64": step("mini", "last:6", 32, 64, micro=16, rounds=2),
@@ -67,13 +67,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "step_llama_lora_256": step("llama_32", "lora", 4, 256, variants=BOTH),
     **{
         f"step_thin{vocabulary}_{layers.removeprefix('lm_')}_{length}": step(
-            f"thin_{vocabulary}", layers, max(1, 512 // length), length, rounds=1, variants=BOTH
+            f"thin_{vocabulary}", layers, max(1, 512 // length), length, rounds=5, variants=BOTH
         )
         for vocabulary, layers, length in (
             *((32, layers, length) for layers in ("lora", "lm_head") for length in (256, 1024, 2048)),
-            *((150, layers, 256) for layers in ("lora", "lm_head")),
+            *((150, layers, length) for layers in ("lora", "lm_head") for length in (256, 1024, 2048)),
         )
     },
-    "step_thin32_tied_256": step("thin_32_tied", "lm_head", 2, 256, rounds=1, variants=BOTH),
+    "step_thin32_tied_256": step("thin_32_tied", "lm_head", 2, 256, rounds=5, variants=BOTH),
     "collectives": {"kind": "collectives"},
 }

@@ -29,7 +29,8 @@ from transformers import (
 from hf_dcsgd import PrivacyPlan, PrivateStep
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.tasks.layer_selection import select_trainable_layers
-from hf_dcsgd.tasks.losses import IGNORE_INDEX, unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
+from hf_dcsgd.tasks.losses import IGNORE_INDEX
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
 
 SIZES = {

@@ -50,15 +50,10 @@ from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, Units, UnsupportedM
 from hf_dcsgd.privacy.mechanism import DPMechanism, NoisyRelease
 from hf_dcsgd.privacy.randomness import private_randomness
 from hf_dcsgd.tasks.layer_selection import train_mode
-from hf_dcsgd.tasks.losses import (
-    LossFunction,
-    checked_user_losses,
-    is_multiple_choice,
-    per_example_losses,
-    split_labels,
-)
+from hf_dcsgd.tasks.loss_kind import is_multiple_choice
+from hf_dcsgd.tasks.losses import LossFunction, checked_user_losses, per_example_losses, split_labels
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
-from hf_dcsgd.trunk.unread import FirstPosition, reads_first_position
+from hf_dcsgd.trunk.unread import FirstPosition, can_leave_out_logits, reads_first_position, without_unread_logits
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
@@ -88,6 +83,7 @@ class ExampleLosses:
         self._has_choices = is_multiple_choice(model)
         self._trunk = trunk
         self.first_position: FirstPosition | None = None
+        self._leaves_out_logits = loss is None and rows_per_example == 1 and can_leave_out_logits(model)
         self._loss = loss
         self._label_names = label_names
         self._label_smoothing = label_smoothing
@@ -96,12 +92,16 @@ class ExampleLosses:
         """Say which rows of the forward are one example: those of a unit, its choices, its pair; None where one is."""
         return units_of(batch, choices_of(batch) if self._has_choices else self._rows_per_example)
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Any]:
-        losses, outputs = self._run({name: value for name, value in batch.items() if name != UNIT_ENTRY})
+    def __call__(self, batch: Batch, *, only_read: bool = False) -> tuple[Tensor, Any]:
+        """Return losses and outputs; `only_read` leaves out logits at positions where nothing is learned."""
+        rows = {name: value for name, value in batch.items() if name != UNIT_ENTRY}
+        losses, outputs = self._run(rows, only_read and self._leaves_out_logits)
         return (Units(batch[UNIT_ENTRY]).mean(losses) if UNIT_ENTRY in batch else losses), outputs
 
-    def _run(self, batch: Batch) -> tuple[Tensor, Any]:
+    def _run(self, batch: Batch, only_read: bool) -> tuple[Tensor, Any]:
         inputs, labels = split_labels(self._model, batch, self._label_names)
+        if only_read:
+            inputs, labels = without_unread_logits(inputs, labels)
         hidden_states = inputs.pop(TRUNK_ENTRY, None)
         narrowed = self.first_position.only() if self.first_position is not None else nullcontext()
         fed = self._require_trunk().feed(hidden_states) if hidden_states is not None else nullcontext()
@@ -203,7 +203,7 @@ class PrivateStep:
 
     def losses(self, batch: Batch) -> Tensor:
         """Run the forward and return one loss per example."""
-        return self._losses(batch)[0]
+        return self._losses(batch, only_read=True)[0]
 
     def units(self, batch: Batch) -> Units | None:
         """Say which rows of the forward are one example, for `clipper.over`; None where each is one."""
@@ -319,7 +319,7 @@ class PrivateStep:
         return any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
 
     def tolerance(self, losses: Tensor) -> float:
-        """How far rounding may carry a value apart that is computed alone and in a stack."""
+        """Return how far rounding may carry a value apart that is computed alone and in a stack."""
         if torch.is_autocast_enabled(losses.device.type) or losses.dtype not in _TOLERANCE:
             return _HALF_PRECISION_TOLERANCE
         in_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model.parameters())

@@ -21,16 +21,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
-from hf_dcsgd.checks.environment import (
-    refuse_parallelism,
-    refuse_sharding_environment,
-    refuse_tracker_settings,
-)
+from hf_dcsgd.checks.environment import refuse_parallelism, refuse_sharding_environment, refuse_tracker_settings
 from hf_dcsgd.checks.evaluation_data import refuse_training_data
-from hf_dcsgd.checks.trainer_inputs import refuse_overrides, validate_inputs
+from hf_dcsgd.checks.sharding_options import reads_weights
+from hf_dcsgd.checks.trainer_inputs import refuse_overrides, require_arguments, validate_inputs
 from hf_dcsgd.data.loading import restack
 from hf_dcsgd.data.rows import Batch, Collator, longest_row, with_rounded_lengths
-from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.reporting.plan_table import plan_settings
 from hf_dcsgd.reporting.publishing import PublishingTrainer
@@ -38,7 +34,7 @@ from hf_dcsgd.runs.callbacks import PrivacyCallback, RunStart
 from hf_dcsgd.runs.checkpoints import checkpoint_to_resume
 from hf_dcsgd.runs.estimate import RunEstimate, estimate_run
 from hf_dcsgd.runs.processes import quiet_replica
-from hf_dcsgd.runs.rows import TrainingRows, cached_rows, train_dataloader
+from hf_dcsgd.runs.rows import CachedRows, TrainingRows, cached_rows, train_dataloader
 from hf_dcsgd.runs.search_cost import HyperparameterSearch, SearchCost
 from hf_dcsgd.runs.start import agree_on_run, refuse_second_run, start_run
 from hf_dcsgd.step import ExampleLosses, PrivateStep
@@ -46,7 +42,6 @@ from hf_dcsgd.tasks.layer_selection import hold_in_fp32, prepare_layers, train_m
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 from hf_dcsgd.trunk.cut import FrozenTrunk
-from hf_dcsgd.trunk.evaluation import EvaluationCache
 
 
 class DCSGDTrainer(PublishingTrainer):
@@ -78,13 +73,12 @@ class DCSGDTrainer(PublishingTrainer):
     args: DCSGDTrainingArguments
     model: nn.Module
     plan: PrivacyPlan | None = None
-    step: PrivateStep | None = None
     _layers = "as_is"
     _search: HyperparameterSearch | None = None
     _current_trial: Any = None
     _checkpoint: str | None = None
-    _trunk: FrozenTrunk | None = None
-    _evaluation_cache: EvaluationCache | None = None
+    train_label_names: tuple[str, ...] | None = None  # where they are others than those of evaluation batches
+    _cached: CachedRows | None = None
 
     def __init__(
         self,
@@ -105,16 +99,12 @@ class DCSGDTrainer(PublishingTrainer):
         per_example_loss_func: LossFunction | None = None,
         rows_per_example: int = 1,
     ) -> None:
-        if not isinstance(args, DCSGDTrainingArguments):
-            raise TypeError(
-                f"expected args to be DCSGDTrainingArguments, got {type(args).__name__}: nothing would be private. "
-                "hf_dcsgd.DCSGDTrainingArguments takes the same arguments, and target_epsilon"
-            )
+        args = require_arguments(args, DCSGDTrainingArguments)
         refuse_overrides(self, DCSGDTrainer)
         refuse_sharding_environment()
         validate_inputs(
             model, args.label_smoothing_factor, data_collator, train_dataset,
-            compute_loss_func, per_example_loss_func, rows_per_example,
+            compute_loss_func, per_example_loss_func, rows_per_example, needs_weights=reads_weights(args),
         )  # fmt: skip
         self.per_example_loss_func, self.rows_per_example = per_example_loss_func, rows_per_example
         self._rows = TrainingRows(args, train_dataset)
@@ -137,18 +127,9 @@ class DCSGDTrainer(PublishingTrainer):
             self.plan = self.make_plan()
 
     @property
-    def mechanism(self) -> DPMechanism | None:
-        """The mechanism of the last run, if there was one."""
-        return None if self.step is None else self.step.mechanism
-
-    @property
     def search_cost(self) -> SearchCost | None:
         """What hyperparameter searches have cost, if there was one."""
         return None if self._search is None else self._search.cost
-
-    def epsilon(self) -> float:
-        """Return ε of the steps charged so far, at the plan's δ."""
-        return 0.0 if self.mechanism is None else self.mechanism.epsilon()
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -205,7 +186,7 @@ class DCSGDTrainer(PublishingTrainer):
     def _loss_settings(self) -> dict[str, Any]:
         return {
             "loss": self.per_example_loss_func,
-            "label_names": self.label_names if self.args.label_names else None,
+            "label_names": self.train_label_names or (self.label_names if self.args.label_names else None),
             "label_smoothing": self.args.label_smoothing_factor,
             "rows_per_example": self.rows_per_example,
         }
@@ -219,25 +200,14 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_in_train:
             self._agree_on_run()
         plan = self.plan = self.plan or self.make_plan()
-        (rows, collate), units, cache = self.rows_and_collator(), self.training_rows().units, None
-        if self.is_in_train:
-            names = self._loss_settings()["label_names"]
-            with self.compute_loss_context_manager():
-                rows, collate, cache = cached_rows(
-                    self.args,
-                    plan,
-                    self.model,
-                    rows,
-                    collate,
-                    units=units,
-                    label_names=names,
-                    make_step=self.make_step,
-                )
-        self._trunk = self._evaluation_cache = None
-        if cache is not None:
-            self._trunk = cache.trunk
-            if not self.args.torch_compile:  # a compiled evaluation would not see that blocks are passed over
-                self._evaluation_cache = EvaluationCache(cache, self.compute_loss_context_manager)
+        (rows, collate), units, self._cached = self.rows_and_collator(), self.training_rows().units, None
+        if self.is_in_train and self.args.trunk_cache != "off":
+            names, context = self._loss_settings()["label_names"], self.compute_loss_context_manager
+            self._cached = cached_rows(
+                self.args, plan, self.model, rows, collate, units, names, self.make_step, context
+            )
+        if self._cached is not None:
+            rows, collate = self._cached.rows, self._cached.collate
         return train_dataloader(self.args, plan, rows, collate, units)
 
     def rows_and_collator(self) -> tuple[Any, Collator]:
@@ -300,7 +270,7 @@ class DCSGDTrainer(PublishingTrainer):
         if is_main:
             print("Checking model and data on synthetic rows, before anything is spent")
         train_mode(self.model)  # a step looks at it
-        step = self.make_step(self._trunk)
+        step = self.make_step(None if self._cached is None else self._cached.trunk)
         earlier = start_run(
             step,
             self.plan,
@@ -312,7 +282,6 @@ class DCSGDTrainer(PublishingTrainer):
             is_main_process=is_main,
         )
         assert step.mechanism is not None
-        self.step = step
         if self._search is not None and self._current_trial is not None:
             self._search.add(run_dir, step.mechanism)
         callback = next(cb for cb in self.callback_handler.callbacks if isinstance(cb, PrivacyCallback))
@@ -364,9 +333,9 @@ class DCSGDTrainer(PublishingTrainer):
     ) -> Any:
         """Evaluate a batch as transformers does; during training with a trunk cache, from cached hidden states."""
         evaluate = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys)
-        if self._evaluation_cache is None or not self.is_in_train:
+        if self._cached is None or self._cached.evaluation is None or not self.is_in_train:
             return evaluate()
-        return self._evaluation_cache.run(inputs, evaluate)
+        return self._cached.evaluation.run(inputs, evaluate)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does. Every trial is charged in its own directory; `search_cost` holds the total.

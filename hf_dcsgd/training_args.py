@@ -7,8 +7,7 @@ and for options of a clipping strategy from its declaration in `clipping/`.
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,23 +19,16 @@ from hf_dcsgd.checks.arguments import (
     OTHER_DATA,
     as_mapping,
     refuse_incompatible_arguments,
-    require_sound_budget,
-    require_sound_optimization,
+    require_sound_arguments,
 )
 from hf_dcsgd.checks.environment import refuse_sharding_environment
-from hf_dcsgd.checks.sharding_options import (
-    fsdp_config_of_accelerate,
-    is_fsdp_asked_of_accelerate,
-    refuse_dishonored_sharding,
-)
+from hf_dcsgd.checks.sharding_options import fsdp_config_of_accelerate, is_fsdp_asked_of_accelerate
 from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.privacy.accounting import planned_steps
 from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
 from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, expected_batch_size, fixed_values, split_batch
-from hf_dcsgd.validation import require, require_count, require_one_of
-
-logger = logging.getLogger(__name__)
+from hf_dcsgd.validation import require_count, require_one_of
 
 DEFAULT_EPSILON = 8.0
 DEFAULT_ROWS_PER_UNIT = 4
@@ -232,7 +224,7 @@ class DCSGDTrainingArguments(TrainingArguments):
             self.trainable_layers = ",".join(layers)
         if self.target_epsilon is None and self.noise_multiplier is None:
             self.target_epsilon = DEFAULT_EPSILON
-        self._check_options()
+        require_sound_arguments(self)
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -243,31 +235,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         """Check again, for arguments changed one by one; `ValueError` or `TypeError` names what is wrong."""
         refuse_sharding_environment()
         refuse_incompatible_arguments(self)
-        self._check_options()
-
-    def _check_options(self) -> None:
-        require_sound_budget(self)
-        require_sound_optimization(self)
-        refuse_dishonored_sharding(self)
-        self.clipping_options = as_mapping("clipping_options", self.clipping_options)
-        declared = {option.name: option for option in strategy(self.clipping).options}
-        for name, value in (self.clipping_options or {}).items():
-            require(name not in BUILTIN_OPTIONS, f"expected {name} as an argument of its own, not in clipping_options")
-            require(name in declared, f"expected clipping_options of clipping={self.clipping}, got {name}={value!r}")
-            declared[name].checked(value)
-        unused = []
-        for name, option in BUILTIN_OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None or option.default is not None:
-                option.checked(value)
-            if name not in declared and name != "clip_threshold" and value != option.default:
-                unused.append(f"{name}={value}")
-        if unused:  # no error, so that one argument changes the strategy
-            logger.warning("clipping=%s does not use %s", self.clipping, ", ".join(sorted(unused)))
-        if self.torch_compile:
-            logger.warning(
-                "torch_compile=True compiles evaluation alone: clipping watches modules, which merge in a graph"
-            )
+        require_sound_arguments(self)
 
     def _derive(self, name: str, value: Any, reason: str) -> None:
         """Set what is unset, or was derived before and not changed since."""
@@ -305,9 +273,8 @@ class DCSGDTrainingArguments(TrainingArguments):
     def clipping_settings(self) -> dict[str, Any]:
         """Return the options of the chosen strategy, as far as they are given."""
         names = [option.name for option in strategy(self.clipping).options if option.name in BUILTIN_OPTIONS]
-        return {name: getattr(self, name) for name in names} | (
-            as_mapping("clipping_options", self.clipping_options) or {}
-        )
+        others = as_mapping("clipping_options", self.clipping_options) or {}
+        return {name: getattr(self, name) for name in names} | others
 
     def privacy_plan(self, *, dataset_size: int, num_parameters: int, num_units: int | None = None) -> PrivacyPlan:
         """Return the plan of these arguments for this many examples and trainable parameters.
@@ -374,10 +341,3 @@ class DCSGDTrainingArguments(TrainingArguments):
         theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
         own = {f.name for f in dataclasses.fields(DCSGDTrainingArguments) if f.init} - theirs
         return {name: getattr(self, name) for name in sorted(own)}
-
-
-def clipping_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a strategy as arguments: those declared here by name, the others as `clipping_options`."""
-    flat = {name: value for name, value in settings.items() if name in BUILTIN_OPTIONS}
-    others = {name: value for name, value in settings.items() if name not in flat}
-    return {**flat, "clipping_options": others or None}

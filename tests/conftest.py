@@ -23,6 +23,19 @@ REGISTRY_NUMBERS = itertools.count()
 os.environ["HF_DCSGD_HOME"] = REGISTRY.name
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file on one worker, for its fixtures, and all that start processes on the same one, for their pool."""
+    with_pool = {item.path for item in items if "workers" in getattr(item, "fixturenames", ())}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("processes" if item.path in with_pool else item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """Every training run starts with a full garbage collection: let it skip what was imported and is there to stay."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def new_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test is a user who has trained nothing before: copies of a shared run do not know of each other."""
@@ -39,7 +52,7 @@ def count(record_property: Callable[[str, object], None]) -> Count:
 def workers() -> Iterator[WorkerPool]:
     """Runs scripts on several processes that need not import anything anew."""
     jobs = ("hf_dcsgd.jobs.text_classification", "hf_dcsgd.jobs.metrics", "hf_dcsgd.audit.processes")
-    pool = WorkerPool("distributed_worker", *jobs, "hf_dcsgd.reporting.plots", "optuna")
+    pool = WorkerPool("distributed_worker", "sharded_models", *jobs, "hf_dcsgd.reporting.plots", "optuna")
     yield pool
     pool.close()
 
@@ -50,15 +63,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == "count" and report.when == "call":
                 counts[value[0]] += value[1]
+            if name == "release" and report.when == "call":
+                terminalreporter.line(f"imported, here and in processes that tests start: {value}")
     if counts:
         terminalreporter.section("what was tried, and held")
         for what, number in sorted(counts.items()):
             terminalreporter.line(f"{number:7,}  {what}")
 
 
+@pytest.fixture(scope="module")
+def quick_statements() -> Iterator[None]:
+    """For files that are not about ε and the report's pictures: quick accounting, empty pictures."""
+    from quick_accounting import forget_accounting, quicken_accounting
+
+    from hf_dcsgd.reporting import plots
+
+    with pytest.MonkeyPatch.context() as patch:
+        quicken_accounting(patch.setattr)
+        patch.setattr(plots, "_saved", lambda figure, kind, *options: f"<{kind}/>".encode())
+        yield
+    forget_accounting()
+
+
 @pytest.fixture
 def no_report_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training without the page and its figures, which take longer to draw than a tiny model to train."""
     monkeypatch.setattr("hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: None)
-    # Every training run starts with a full garbage collection: let it skip what is there to stay.
-    gc.freeze()

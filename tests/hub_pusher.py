@@ -1,29 +1,36 @@
 """Run by `test_hub.py` in a process of its own: trains a tiny model privately, pushes it, loads it back.
 
-    python hub_pusher.py {plain,lora} WORK_DIR
+    python hub_pusher.py {plain,lora,sharded} WORK_DIR
 
 Writes `secrets.json` into WORK_DIR: values that exist on this machine after the run and must not have left it.
+`sharded` is run on two processes, over which the frozen part of the model is sharded.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 
 SEED, DATA_SEED, NOISE_SEED = 987654321, 876543219, 765432198
 TOKEN = "hf_secrettokenforthetest"
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 CANARY = "the door code of patient zero is 4711"
 
 
 def tokenizer(folder: Path) -> BertTokenizerFast:
     """One token per character, so that no word of the training text is in its vocabulary."""
+    folder = folder / f"rank{RANK}"
+    folder.mkdir()
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
@@ -61,13 +68,14 @@ def make_trainer(kind: str, work: Path) -> DCSGDTrainer:
         options = {"log_train_loss": "raw", "unsafe_noise_seed": NOISE_SEED, "clipping": "fixed"}
     else:
         options = {"push_to_hub": True, "hub_strategy": "all_checkpoints", "hub_always_push": True}
+        options |= {"fsdp": True, "fsdp_config": {"version": 2}} if kind == "sharded" else {}
     args = DCSGDTrainingArguments(
         output_dir=str(work / "run"),
         hub_model_id=f"someone/{kind}",
         hub_token=TOKEN,
         recipe="none",
         accountant="rdp",
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=8 // WORLD_SIZE,
         max_steps=4,
         save_steps=2,
         logging_steps=1,
@@ -85,10 +93,11 @@ def make_trainer(kind: str, work: Path) -> DCSGDTrainer:
     )
 
 
-def secrets(trainer: DCSGDTrainer, work: Path) -> dict[str, list[str]]:
+def secrets(trainer: DCSGDTrainer, work: Path) -> dict[str, Any]:
     """What the machine knows: states of random generators and optimizer, raw losses; in base64 where binary."""
     checkpoint = work / "run" / "checkpoint-4"
-    rng = torch.load(checkpoint / "rng_state.pth", weights_only=False)["cpu"].numpy().tobytes()
+    states = [torch.load(file, weights_only=False)["cpu"] for file in checkpoint.glob("rng_state*.pth")]
+    rng = torch.cat(states).numpy().tobytes()
     optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
     moments = [state["exp_avg"].flatten()[:16].numpy().tobytes() for state in optimizer if state["exp_avg"].any()]
     raw_losses = [
@@ -98,6 +107,7 @@ def secrets(trainer: DCSGDTrainer, work: Path) -> dict[str, list[str]]:
         "rng": [base64.b64encode(rng[start : start + 64]).decode() for start in range(64, len(rng) - 64, 512)],
         "moments": [base64.b64encode(moment).decode() for moment in moments],
         "raw_losses": [repr(loss) for loss in raw_losses],
+        "release": transformers.__version__,
         "ledger_head": [json.loads((work / "run" / "privacy_ledger.jsonl").read_text().splitlines()[-1])["hash"]],
     }
 
@@ -118,7 +128,7 @@ def load_back(kind: str, work: Path) -> None:
     else:
         found = AutoModelForSequenceClassification.from_pretrained(name).state_dict()
         wanted = load_file(work / "run" / "model.safetensors")
-    missing = wanted.keys() ^ found.keys() if kind == "plain" else wanted.keys() - found.keys()
+    missing = wanted.keys() - found.keys() if kind == "lora" else wanted.keys() ^ found.keys()
     assert not missing, missing
     for key, value in wanted.items():
         assert torch.equal(found[key], value), key
@@ -133,6 +143,8 @@ def main(kind: str, work: Path) -> None:
     (work / "run" / "pytorch_model.bin").write_bytes(b"an old model that was not private")
     trainer.save_state()
     trainer.push_to_hub(commit_message="The end", dataset="somebody's letters", language="en", license="mit")
+    if RANK:
+        return
     (work / "secrets.json").write_text(json.dumps(secrets(trainer, work)))
     leftovers = [path.name for path in (work / "run").iterdir() if path.name.startswith("_upload")]
     assert not leftovers, leftovers

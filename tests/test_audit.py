@@ -35,7 +35,7 @@ def test_replay_and_noise_levels_pass(clipping: str, count: Count) -> None:
 
 
 def test_distinguishing_level_passes_and_has_power() -> None:
-    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=800)
+    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=600)
     assert_passed([report])
     assert report.findings[0].measured > 0.25
 

@@ -22,7 +22,7 @@ from client_scripts import COMMON, TRAIN_ROWS
 from hf_dcsgd import BatchCouplingError, DCSGDTrainer, DCSGDTrainingArguments, UnsupportedModelError
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 THEIRS = (hf.Trainer, hf.TrainingArguments)
 OURS = (DCSGDTrainer, DCSGDTrainingArguments)
@@ -177,7 +177,7 @@ def name_of(value: Any) -> str | None:
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize("names", [THEIRS, OURS], ids=["theirs", "ours"])
+@pytest.mark.parametrize("names", [pytest.param(THEIRS, marks=pytest.mark.slow), OURS], ids=["theirs", "ours"])
 @pytest.mark.parametrize(("script", "model", "options", "metric"), SCRIPTS, ids=name_of)
 def test_a_script_with_two_names_changed(
     script: Any, model: str, options: str, metric: str, names: Any, folder: Callable[[str], str], tmp_path: Path

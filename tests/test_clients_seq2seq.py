@@ -16,7 +16,7 @@ from client_scripts import COMMON, TRAIN_ROWS
 from hf_dcsgd import DCSGDSeq2SeqTrainer, DCSGDSeq2SeqTrainingArguments, DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 THEIRS = (hf.Seq2SeqTrainer, hf.Seq2SeqTrainingArguments)
 OURS = (DCSGDSeq2SeqTrainer, DCSGDSeq2SeqTrainingArguments)
@@ -62,13 +62,21 @@ SCRIPTS: list[tuple[Any, str, list[str], str]] = [
     (scripts.run_summarization, "t5", [*GENERATED, "--do_predict"], "eval_overlap"),
     (scripts.run_summarization, "bart", [*GENERATED, "--num_beams", "2"], "eval_gen_len"),
     (scripts.run_translation, "bart", ["--label_smoothing_factor", "0.1"], "eval_loss"),
-    (scripts.run_translation, "t5", [*GENERATED, "--eval_strategy", "steps", "--eval_steps", "1"], "eval_overlap"),
-    (scripts.run_seq2seq_qa, "t5", GENERATED, "eval_exact_match"),
+    pytest.param(
+        *(
+            scripts.run_translation,
+            "t5",
+            [*GENERATED, "--eval_strategy", "steps", "--eval_steps", "1"],
+            "eval_overlap",
+        ),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(scripts.run_seq2seq_qa, "t5", GENERATED, "eval_exact_match", marks=pytest.mark.slow),
     (scripts.run_speech_recognition_seq2seq, "whisper", GENERATED, "eval_overlap"),
 ]
 
 
-@pytest.mark.parametrize("names", [THEIRS, OURS], ids=["theirs", "ours"])
+@pytest.mark.parametrize("names", [pytest.param(THEIRS, marks=pytest.mark.slow), OURS], ids=["theirs", "ours"])
 @pytest.mark.parametrize(
     ("script", "model", "options", "metric"), SCRIPTS, ids=lambda value: getattr(value, "__name__", None)
 )

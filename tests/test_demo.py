@@ -16,6 +16,8 @@ from glue_fixtures import save_tiny_bert
 import demo
 import generated_data
 
+pytestmark = pytest.mark.usefixtures("quick_statements")
+
 
 def test_rows_are_repeatable_distinct_and_balanced() -> None:
     rows = generated_data.generate_rows(3000)

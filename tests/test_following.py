@@ -132,8 +132,15 @@ def true_error(threshold, norms, unit_variance):
 
 
 def least_error(norms, unit_variance):
-    candidates = np.geomspace(norms.max() * 1e-5, norms.max(), 2000)
-    return min(true_error(candidate, norms, unit_variance) for candidate in candidates)
+    """The error is convex in the threshold."""
+    largest = norms.max()
+    return optimize.minimize_scalar(
+        true_error,
+        args=(norms, unit_variance),
+        bounds=(0, largest),
+        method="bounded",
+        options={"xatol": 1e-8 * largest},
+    ).fun
 
 
 def bimodal(step, size, generator):

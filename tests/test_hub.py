@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from hub_pusher import CANARY, DATA_SEED, NOISE_SEED, SEED, TOKEN
 from hub_server import HubServer, hub_server
@@ -38,14 +39,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubServer, W
         pool.close()
 
 
-@pytest.fixture(scope="module", params=["plain", "lora"])
+@pytest.fixture(scope="module", params=["plain", "lora", pytest.param("sharded", marks=pytest.mark.slow)])
 def pushed(request: pytest.FixtureRequest, hub: tuple[HubServer, WorkerPool], tmp_path_factory):
     """(kind, server, secrets) after a training run and its pushes in another process."""
     server, pool = hub
     work = tmp_path_factory.mktemp(request.param)
     server.forget()
-    pool.run(1, [TESTS / "hub_pusher.py", request.param, work])
-    return request.param, server, json.loads((work / "secrets.json").read_text())
+    pool.run(2 if request.param == "sharded" else 1, [TESTS / "hub_pusher.py", request.param, work])
+    secrets = json.loads((work / "secrets.json").read_text())
+    assert secrets["release"] == transformers.__version__, "another transformers than the one under test has pushed"
+    return request.param, server, secrets
 
 
 def everything_sent(server: HubServer) -> bytes:
@@ -111,12 +114,12 @@ def test_the_card_states_the_guarantee_or_its_absence(pushed):
     result = metadata["model-index"][0]["results"][0]
     assert result["task"] == {"type": "text-classification"}
     assert {metric["type"] for metric in result["metrics"]} == {"loss", "accuracy"}
-    if kind == "plain":
+    if kind != "lora":
         assert metadata["library_name"] == "transformers"
         assert metadata["privacy"]["guarantee"] == "differential-privacy"
         assert metadata["privacy"]["steps"] == 4
         assert "-differentially private at the level of single training examples" in card
-        assert 'BertForSequenceClassification.from_pretrained("someone/plain")' in card
+        assert f'BertForSequenceClassification.from_pretrained("someone/{kind}")' in card
         assert not secrets["raw_losses"]
     else:
         assert metadata["library_name"] == "peft"
@@ -126,12 +129,28 @@ def test_the_card_states_the_guarantee_or_its_absence(pushed):
         assert secrets["raw_losses"]
 
 
+def test_card_and_report_name_the_sharding(pushed):
+    kind, server, _ = pushed
+    files = server.files[f"someone/{kind}"]
+    model = json.loads(files["privacy_report.json"])["model"]
+    row = next(line for line in files["README.md"].decode().splitlines() if line.startswith("| processes |"))
+    page = files["privacy_report.html"].decode()
+    if kind == "sharded":
+        assert 0 < model["sharded_parameters"] < model["total_parameters"]
+        assert row == f"| processes | 2, over which {model['sharded_parameters']:,} frozen parameters were sharded |"
+        assert f"{model['sharded_parameters']:,} frozen parameters" in page
+        assert "It ran on 2 processes, with `fsdp=True`." in files["README.md"].decode()
+    else:
+        assert (model["sharded_parameters"], row) == (0, "| processes | 1 |")
+        assert "sharded" not in page
+
+
 def test_intermediate_pushes_tell_of_the_steps_charged_by_then(pushed):
     kind, server, _ = pushed
     if kind == "lora":  # hub_strategy is end
         assert server.commits == ["The end"]
         return
-    files = server.files["someone/plain"]
+    files = server.files[f"someone/{kind}"]
     charged = {
         name: json.loads(files[f"{name}privacy_report.json"])["steps"]["charged"]
         for name in ("checkpoint-2/", "checkpoint-4/", "")

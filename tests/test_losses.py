@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -16,13 +17,8 @@ from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_dcsgd.tasks.losses import (
-    checked_user_losses,
-    loss_kind,
-    per_example_losses,
-    split_labels,
-    unwrapped_model,
-)
+from hf_dcsgd.tasks.loss_kind import kind_of_class, loss_kind, unwrapped_model
+from hf_dcsgd.tasks.losses import checked_user_losses, per_example_losses, split_labels
 
 FROM_TRANSFORMERS = [name for name in ARCHITECTURES if name not in ("groupnorm_resnet", "lstm")]
 SMOOTHABLE = [name for name in FROM_TRANSFORMERS if ARCHITECTURES[name].task != "question_answering"]
@@ -115,7 +111,7 @@ def test_label_smoothing_is_that_of_the_trainer_for_each_example_alone(name: str
 @pytest.mark.parametrize("name", ["bert_token", "bert_masked_lm", "llama", "t5"])
 def test_losses_over_tokens_are_means_over_the_examples_own_tokens(name, data, n, length, classes) -> None:
     """Any pattern of ignored labels, against cross entropy row by row; an example without labels has loss 0."""
-    model = MODELS.setdefault(name, ARCHITECTURES[name].build())
+    model = model_of(name)
     flat = data.draw(st.lists(st.sampled_from([-100, *range(classes)]), min_size=n * length, max_size=n * length))
     labels = torch.tensor(flat, dtype=torch.long).view(n, length)
     epsilon = data.draw(st.sampled_from([0.0, 0.2]))
@@ -135,7 +131,9 @@ def test_losses_over_tokens_are_means_over_the_examples_own_tokens(name, data, n
     assert gradient.isfinite().all()
 
 
-MODELS: dict[str, nn.Module] = {}
+@functools.cache
+def model_of(name: str) -> nn.Module:
+    return ARCHITECTURES[name].build()
 
 
 # --- each example for itself -----------------------------------------------------------------------------------------
@@ -281,15 +279,13 @@ def test_models_without_a_known_loss_are_refused_with_the_cure(model) -> None:
 @pytest.mark.slow
 def test_every_causal_lm_we_accept_shifts_its_labels_itself() -> None:
     """Some classes called ForCausalLM compare logits and labels position by position; those must not be accepted."""
-    from hf_dcsgd.tasks.losses import _kind_from_class
-
     names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     wrong = []
     for name in sorted({name for entry in names for name in ([entry] if isinstance(entry, str) else entry)}):
         model_class = getattr(hf, name)
         source = inspect.getsource(model_class.forward)
         shifts = "self.loss_function(" in source or "shift_labels" in source or "super().forward(" in source
-        if _kind_from_class(model_class) == "causal_lm" and not shifts and "labels" in source:
+        if kind_of_class(model_class) == "causal_lm" and not shifts and "labels" in source:
             wrong.append(name)
     assert wrong == []
 
@@ -509,7 +505,10 @@ def test_models_that_shift_labels_in_their_forward(kind: str) -> None:
     layers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
     sizes = {"vocab_size": 60, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_source_positions": 8}
     tokens = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
-    config = getattr(hf, f"{kind}Config")(**layers, **sizes, **tokens, num_mel_bins=8)
+    config_class = getattr(hf, f"{kind}Config")
+    # Where it is declared as a whole number, its own default is refused (5.4).
+    scale = {"scale_embedding": 1} if config_class.__annotations__.get("scale_embedding") in (int, "int") else {}
+    config = config_class(**layers, **sizes, **tokens, **scale, num_mel_bins=8)
     model = randomized(lambda: getattr(hf, f"{kind}ForConditionalGeneration")(config)).eval()
     labels = torch.tensor([[5, 6, 7, 2], [8, 2, -100, -100]])
     inputs: dict[str, torch.Tensor] = {"input_ids": torch.tensor([[5, 6, 7, 8, 2]] * 2)}

@@ -341,10 +341,12 @@ def test_a_trainer_writes_card_report_and_picture(tmp_path: Path):
     assert [result.dataset_type for result in card.data.eval_results] == ["someone/letters"] * 2
     assert json.loads((tmp_path / "privacy_report.json").read_text()) == trainer.privacy_report()
     assert (tmp_path / "clip_threshold.png").read_bytes().startswith(b"\x89PNG")
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses
-    for loss in losses:
-        assert f"{loss:.4g}" not in card.content
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logged
+    for entry in logged:
+        entry["loss"] = 918273.645
+    trainer.create_model_card(model_name="tiny", tags="mine", dataset="letters", dataset_tags="someone/letters")
+    assert (tmp_path / "README.md").read_text() == str(card), "the card depends on the raw training loss"
 
 
 def test_a_plain_module_and_a_strategy_without_a_threshold(tmp_path: Path, no_report_page: None):

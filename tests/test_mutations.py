@@ -119,8 +119,8 @@ def histogram_unnoised(patch: pytest.MonkeyPatch) -> None:
 def batch_normalized_loss(patch: pytest.MonkeyPatch) -> None:
     losses_of = ExampleLosses.__call__
 
-    def normalized(self: ExampleLosses, batch: Batch) -> Any:
-        losses, outputs = losses_of(self, batch)
+    def normalized(self: ExampleLosses, batch: Batch, **options: Any) -> Any:
+        losses, outputs = losses_of(self, batch, **options)
         return losses / len(losses), outputs
 
     patch.setattr(ExampleLosses, "__call__", normalized)

@@ -17,6 +17,8 @@ import one_run
 
 from hf_dcsgd.audit.one_run import judge_one_run
 
+pytestmark = pytest.mark.usefixtures("quick_statements")
+
 
 def test_a_private_run_is_audited_and_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], no_report_page: None

@@ -14,6 +14,8 @@ from transformers import default_data_collator
 from hf_dcsgd import BatchCouplingError, PrivacyPlan, PrivateRun
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
+pytestmark = pytest.mark.usefixtures("quick_statements")
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop" / "train.py"
 
 

@@ -46,7 +46,7 @@ from hf_dcsgd.reporting.report import format_spending
 from hf_dcsgd.runs.spending import Spending, SpentRun
 from hf_dcsgd.runs.trace import read_trace
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 USERS = 40
 

@@ -32,6 +32,8 @@ from hf_dcsgd.privacy.ledger import PrivacyLedger
 # isort: split
 import run_glue
 
+pytestmark = pytest.mark.usefixtures("quick_statements")
+
 QUICK = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,

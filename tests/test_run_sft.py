@@ -29,6 +29,7 @@ from hf_dcsgd.jobs.language_data import (
     find_columns,
     load_language_data,
     tokenized,
+    use_end_token,
 )
 from hf_dcsgd.jobs.language_modeling import multi_reference_bleu, summed_losses, token_metrics
 from hf_dcsgd.privacy.ledger import PrivacyLedger
@@ -37,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "language_modeli
 
 # isort: split
 import run_sft
+
+pytestmark = pytest.mark.usefixtures("quick_statements")
 
 QUICK = {
     "per_device_train_batch_size": 4,
@@ -111,6 +114,13 @@ def test_prompts_are_what_training_rows_begin_with() -> None:
         assert row_format.reference(row) == reference
     spaced = RowFormat(tokenizer, Columns(PROMPT, ("prompt", "completion")), " => ")
     assert spaced.prompt({"prompt": "a"}) == "<s>a =>", "a space belongs to the word after it"
+
+
+def test_another_token_may_end_a_text() -> None:
+    tokenizer, columns = tiny_tokenizer(), Columns(PROMPT, ("prompt", "completion"))
+    use_end_token(tokenizer, GenerationArguments(end_token="<s>"))
+    tokens = encoded(tokenizer, RowFormat(tokenizer, columns).example(prompt_rows()[4]), 1000)
+    assert tokens["labels"][-1] == tokens["input_ids"][0] == tokenizer.eos_token_id == 1
 
 
 def test_long_rows_are_cut_and_may_have_nothing_to_learn(tmp_path: Path, tiny_llama: str) -> None:
@@ -252,6 +262,7 @@ ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no chat template": ({"model_name_or_path": "NO_CHAT", "train_file": "CHATS"}, ("--chat_template FILE",)),
     "no tokens": ({"max_new_tokens": 0}, ("--max_new_tokens 0",)),
     "cold": ({"temperature": -1}, ("--temperature -1",)),
+    "no such end": ({"end_token": "<end>"}, ("--end_token <end>",)),
     "unknown lora target": ({"lora_targets": "q_porj"}, ("--lora_targets q_porj", "q_proj")),
     "unknown option": ({"promt_column": "a"}, ("did you mean --prompt_column?",)),
     "model not found": ({"model_name_or_path": "no-such-model"}, ("no-such-model", "folder")),

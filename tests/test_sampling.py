@@ -175,7 +175,7 @@ def test_gaps_between_successes_are_geometric(rate):
 @pytest.mark.parametrize("size", [1, 2, 7, 120])
 def test_every_position_succeeds_at_its_rate_by_skipping(rate, size):
     """Also the first and the last one, where the runs begin and end."""
-    generator, rounds = np.random.default_rng(), 30_000
+    generator, rounds = np.random.default_rng(), 10_000
     successes = np.zeros(size)
     for _ in range(rounds):
         successes[bernoulli_positions(generator, size, rate)] += 1

@@ -15,7 +15,7 @@ from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.plan import PrivacyPlan
-from hf_dcsgd.runs.search_cost import COST_FILENAME, SearchCost, search_cost
+from hf_dcsgd.runs.search_cost import COST_FILENAME, HyperparameterSearch, SearchCost, search_cost
 
 DELTA = 1e-4
 RUNS = [AccountedRun(1.0, 0.02, 100), AccountedRun(0.8, 0.01, 250), AccountedRun(2.5, 1.0, 3)]
@@ -111,6 +111,25 @@ def test_a_second_search_adds_to_the_first(tmp_path: Path) -> None:
     assert both.epsilon == composed_epsilon([AccountedRun(2.0, 0.25, 3), AccountedRun(1.0, 0.25, 5)], 1e-3)
     assert both.opt_outs == ("unsafe_noise_seed",)
     assert search_cost([("run-1", charged(plan, 1))], both).delta == 1e-3
+
+
+@pytest.mark.parametrize("first", ["main process", "other process"])
+def test_whichever_process_ends_a_search_first_it_counts_once(tmp_path: Path, first: str) -> None:
+    """Two processes search side by side; the total that one of them writes is not an earlier search of the other."""
+    before = search_cost([("run-0", charged(plan_of(), 3))])
+    before.write(tmp_path)
+    processes = {
+        name: HyperparameterSearch(str(tmp_path), None, "optuna", writes=name == "main process")
+        for name in ("main process", "other process")
+    }
+    for search in processes.values():
+        search.__enter__()
+        search.add(tmp_path / "run-1", charged(plan_of(), 5))
+    for search in sorted(processes.values(), key=lambda search: search is not processes[first]):
+        search.__exit__()
+    expected = search_cost([(str(tmp_path / "run-1"), charged(plan_of(), 5))], before)
+    assert {name: search.cost for name, search in processes.items()} == dict.fromkeys(processes, expected)
+    assert SearchCost.read(tmp_path) == expected
 
 
 def test_two_searches_of_one_trainer_and_a_third_of_another(tmp_path: Path, no_report_page: None) -> None:

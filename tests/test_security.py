@@ -170,6 +170,7 @@ class Tags(HTMLParser):
         self.attributes |= {name for name, _ in attrs}
 
 
+@pytest.mark.usefixtures("quick_statements")
 def test_the_page_escapes_every_string_of_the_report(tmp_path: Path) -> None:
     """Every text in the report is replaced by an attack, one at a time; the page's tags stay what they were."""
     from hf_dcsgd.reporting.page import render_page

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dp_accounting
 import peft
 import pytest
 import torch
 import transformers as hf
+from dp_accounting import pld, rdp
 from simulated_runs import plan_of, simulate
 from tiny_tasks import (
     BATCH,
@@ -337,6 +340,36 @@ def test_of_a_run_in_both_the_later_state_counts() -> None:
     # Runs without a name are never taken for one another.
     unnamed = SpentRun.of(plan_of(), 2, None)
     assert len((Spending((unnamed,)) | Spending((SpentRun.of(plan_of(), 2, None),))).runs) == 2
+
+
+def test_runs_settled_at_the_start_cost_the_smaller_of_two_bounds() -> None:
+    """RDP and PLD of dp_accounting itself, for a count of labels and the training after it."""
+    count = SpentRun("a", "fixed", 10.0, 1.0, 1, 1e-4, "pld", settles_next=(0.8, 0.05, 7))
+    training = SpentRun("b", "dc_sgd_p", 0.8, 0.05, 7, 1e-4, "pld")
+    accountants = {"rdp": rdp.RdpAccountant(), "pld": pld.PLDAccountant(value_discretization_interval=1e-4)}
+    for accountant in accountants.values():
+        accountant.compose(dp_accounting.GaussianDpEvent(10.0))
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(0.8)), 7)
+    expected = {name: accountant.get_epsilon(1e-4) for name, accountant in accountants.items()}
+    assert expected["pld"] < 0.9 * expected["rdp"]
+    epsilon, accountant = Spending((count, training)).bound(1e-4)
+    assert (epsilon, accountant) == (pytest.approx(expected["pld"], rel=1e-3), "pld")
+    read = Spending.from_list(json.loads(json.dumps(Spending((count, training)).to_list())))
+    assert read.bound(1e-4) == (epsilon, accountant)
+    # A run that may have been chosen by what the others have shown.
+    for runs in (
+        (training, count),
+        (count, training, replace(training, run_id="c")),
+        (replace(count, settles_next=None), training),
+        # Set up anew after the count was read, or going on for longer than was settled.
+        (count, replace(training, noise_multiplier=0.9)),
+        (count, replace(training, sampling_rate=0.04)),
+        (count, replace(training, charged=8)),
+    ):
+        assert Spending(runs).bound(1e-4)[1] == "rdp"
+    assert Spending((training, count)).epsilon(1e-4) == pytest.approx(expected["rdp"], rel=1e-2)
+    # Where PLD has no bound, as for a δ below what it cuts off, RDP has.
+    assert Spending((count, training)).bound(1e-300)[1] == "rdp"
 
 
 def test_the_page_lists_what_was_spent_before(tmp_path: Path) -> None:

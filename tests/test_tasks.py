@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -217,7 +217,7 @@ def fine_tune(Trainer: Any, TrainingArguments: Any, output_dir: Path, **options:
     }
 
 
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("private", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_script_with_two_names_changed(tmp_path: Path, private: bool) -> None:
     names = (DCSGDTrainer, DCSGDTrainingArguments) if private else (hf.Trainer, hf.TrainingArguments)
     options = {key: value for key, value in quiet().items() if key not in ("save_strategy", "dataloader_pin_memory")}

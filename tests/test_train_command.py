@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from glue_fixtures import save_tiny_bert
 from tiny_language_model import save_tiny_llama
+from worker_pool import WorkerPool
 
 from hf_dcsgd.cli import main
 from hf_dcsgd.cli import train as train_command
@@ -24,6 +24,8 @@ from hf_dcsgd.jobs.metrics import span_metrics, spans_of
 from hf_dcsgd.jobs.token_data import TokenDataArguments
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted
+
+pytestmark = pytest.mark.usefixtures("quick_statements")
 
 ROWS = 64
 
@@ -59,20 +61,14 @@ QUIET = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--save_s
 SHORT = [*QUIET, "--max_steps", "2", "--accountant", "rdp", "--max_seq_length", "16"]
 
 
-def command(*options: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user does, in a process of its own."""
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_CACHE": str(cwd / "cache")}
-    argv = [sys.executable, "-m", "hf_dcsgd.cli", "train", *map(str, options)]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, env=environment)
-
-
-def test_a_csv_and_a_model_become_a_private_model_with_its_report(folder: Path, tmp_path: Path) -> None:
+def test_a_csv_and_a_model_become_a_private_model_with_its_report(
+    workers: WorkerPool, folder: Path, tmp_path: Path
+) -> None:
     data = ["--train_file", folder / "train.csv", "--validation-file", folder / "dev.csv"]
-    done = command(
-        "--task", "text-classification", "--model", folder / "bert", *data, "--epsilon", 8, "--output-dir", "out",
-        *SHORT, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = workers.run(1, [
+        "-m", "hf_dcsgd.cli", "train", "--task", "text-classification", "--model", folder / "bert", *data,
+        "--epsilon", "8", "--output-dir", tmp_path / "out", "--cache_dir", tmp_path / "cache", *SHORT,
+    ])  # fmt: skip
     assert PrivacyLedger.read(tmp_path / "out").charged == 2
     report = json.loads((tmp_path / "out" / "privacy_report.json").read_text(encoding="utf-8"))
     assert report["guarantee"]["epsilon"] <= 8
@@ -80,31 +76,29 @@ def test_a_csv_and_a_model_become_a_private_model_with_its_report(folder: Path, 
         path.name for path in (tmp_path / "out").iterdir()
     }
     for shown in ("Estimate (cpu, made-up examples of 16 tokens)", "Privacy plan", "eval_accuracy"):
-        assert shown in done.stdout + done.stderr
+        assert shown in done.output
 
 
 EXTRAS = ("matplotlib", "peft", "evaluate", "sklearn", "sacrebleu", "opacus", "hypothesis", "tensorboard")
 
 
+@pytest.mark.slow
 def test_base_dependencies_are_enough(folder: Path, tmp_path: Path) -> None:
     """What the extras bring is taken away before the package is imported; adapters then say which one they need."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
-        "from hf_dcsgd.cli import main; sys.exit(main(['train', *sys.argv[1:]]))"
+        "from hf_dcsgd.cli import main\n"
+        "refused = main(['train', *sys.argv[1:], '--output_dir', 'other', '--lora'])\n"
+        f"sys.exit(main(['train', *sys.argv[1:], '--output_dir', 'out']) if refused == {USAGE_ERROR} else 1)"
     )
     options = [*text_options(folder, validation_file=folder / "dev.csv"), "--cache_dir", tmp_path / "cache", *SHORT]
-
-    def run(*more: object) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-c", code, *map(str, [*options, *more])]
-        return subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
-
-    done = run("--output_dir", "out")
+    argv = [sys.executable, "-c", code, *map(str, options)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "pip install 'hf-dcsgd[demo]'" in done.stderr
+    assert not (tmp_path / "other").exists()
     assert (tmp_path / "out" / "privacy_report.json").is_file()
     assert (tmp_path / "out" / "eval_results.json").is_file()
-    refused = run("--output_dir", "other", "--lora")
-    assert refused.returncode == USAGE_ERROR
-    assert "pip install 'hf-dcsgd[demo]'" in refused.stderr
 
 
 def call(*options: object) -> int:

@@ -42,7 +42,7 @@ from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource, SensitiveSum
 from hf_dcsgd.step import PrivateStep
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 NO_NOISE = {"noise_multiplier": 1e-20, "clipping": "fixed", "clip_threshold": 1e6}
 
@@ -56,15 +56,16 @@ def trained_parameters(trainer: hf.Trainer) -> torch.Tensor:
 
 
 def test_dc_sgd_e_learns_at_epsilon_8(tmp_path: Path, record_property) -> None:
-    train, evaluation = text_rows(2048), text_rows(400, seed=1)
-    settings = {"per_device_train_batch_size": 512, "num_train_epochs": 8, "learning_rate": 0.01, "logging_steps": 50}
+    train, evaluation = text_rows(1200), text_rows(400, seed=1)
+    settings = {"per_device_train_batch_size": 300, "num_train_epochs": 8, "learning_rate": 0.01, "logging_steps": 50}
     options = {"eval_dataset": evaluation, "compute_metrics": accuracy}
     private = text_trainer(tmp_path / "dp", rows=train, target_epsilon=8.0, **settings, trainer_options=options)
     untrained = private.evaluate()["eval_accuracy"]
     private.train()
+    smaller = {"per_device_train_batch_size": 60, "num_train_epochs": 2}  # about as many steps
     reference = hf.Trainer(
         tiny_bert(),
-        hf.TrainingArguments(str(tmp_path / "plain"), **quiet(**settings, lr_scheduler_type="constant")),
+        hf.TrainingArguments(str(tmp_path / "plain"), **quiet(**settings | smaller)),
         train_dataset=train,
         data_collator=pad,
         **options,
@@ -358,6 +359,15 @@ def test_epsilon_grows_from_zero_step_by_step(tmp_path: Path) -> None:
         epsilon_spent(noise_multiplier=SIGMA, sampling_rate=BATCH / N, steps=k, delta=1 / N) for k in (1, 2, 3, 4)
     ]
     assert logged == pytest.approx(expected)
+
+
+def test_the_last_line_of_the_log_says_what_the_plan_says(tmp_path: Path) -> None:
+    """The log takes PLD's coarse grid for its lines, which overstates ε; the plan has the fine one for the last."""
+    trainer = feature_trainer(tmp_path, accountant="pld", max_steps=30, logging_steps=15)
+    trainer.train()
+    logged = [line["epsilon"] for line in trainer.state.log_history if "epsilon" in line]
+    assert logged == sorted(logged)
+    assert logged[-1] == trainer.epsilon() == trainer.plan.epsilon() < trainer.plan.epsilon(grid_scale=10)
 
 
 def test_a_loop_of_another_length_than_the_plan_is_refused(tmp_path: Path) -> None:

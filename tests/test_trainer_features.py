@@ -33,7 +33,7 @@ from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelErr
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon, epsilon_spent
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 
 def logged(trainer: DCSGDTrainer, name: str) -> list[Any]:

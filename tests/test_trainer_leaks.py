@@ -12,7 +12,7 @@ import pickletools
 import random
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,28 +203,39 @@ def found_in(said: dict[str, str], watched: Watched) -> set[str]:
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
+# A run that saves, evaluates and reports to tensorboard.
+TALKATIVE: dict[str, Any] = {
+    "per_device_train_batch_size": BATCH // 2,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 2,
+    "eval_strategy": "epoch",
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "report_to": "tensorboard",
+    "unsafe_noise_seed": 77001,
+}
+
+
 def watched_run(directory: Path, **changes: Any) -> tuple[Watched, dict[str, str]]:
-    """A run that saves, evaluates, reports to tensorboard and writes whatever a script would have it write."""
     listener = Listener()
-    sizes = iter(SIZES)
     trainer = feature_trainer(
         directory,
         model=feature_classifier(dropout=0.1),
         rows=feature_rows(N),
         trainer_options={"callbacks": [listener]},
-        per_device_train_batch_size=BATCH // 2,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-        save_strategy="steps",
-        save_steps=3,
-        report_to="tensorboard",
-        learning_rate=0.05,
-        **{"unsafe_noise_seed": 77001, **changes},
+        **{**TALKATIVE, "learning_rate": 0.05, **changes},
     )
+    return watched_training(trainer, listener, directory, Watched)
+
+
+def watched_training(
+    trainer: Any, listener: Listener, directory: Path, watch: Callable[[Any, pytest.MonkeyPatch], Any]
+) -> tuple[Any, dict[str, str]]:
+    """Trains on draws of known sizes, and has whatever a script would write written; what was seen, what was said."""
+    sizes = iter(SIZES)
     force_draws(trainer, lambda: np.random.default_rng(0).permutation(N)[: next(sizes)])
     with pytest.MonkeyPatch.context() as monkeypatch:
-        watched = Watched(trainer, monkeypatch)
+        watched = watch(trainer, monkeypatch)
         output = trainer.train()
     trainer.save_model()
     trainer.save_state()

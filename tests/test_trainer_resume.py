@@ -30,7 +30,7 @@ from worker_pool import WorkerPool
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 # Eight steps in two epochs, a checkpoint after the third and the sixth. The threshold starts far off, and the
 # histogram is clear enough to see it: it is sure to have moved by then.

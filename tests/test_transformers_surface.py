@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import transformers
 from transformers import Seq2SeqTrainer, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from worker_pool import WorkerPool
 
 from hf_dcsgd import DCSGDSeq2SeqTrainer, DCSGDTrainer
 from hf_dcsgd.checks.trainer_inputs import GUARDED_METHODS
@@ -98,3 +103,14 @@ def test_the_seq2seq_trainer_adds_evaluation_alone() -> None:
     assert all(getattr(DCSGDSeq2SeqTrainer, name) is getattr(DCSGDTrainer, name) for name in GUARDED_METHODS)
     source = inspect.getsource(Seq2SeqTrainer.__init__)
     assert re.findall(r"self\.([\w.]+) = ", source) == ["model.generation_config"]
+
+
+def test_processes_import_the_release_under_test(
+    workers: WorkerPool, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    script = tmp_path / "release.py"
+    script.write_text("import transformers; print(transformers.__version__, transformers.__file__)")
+    expected = f"{transformers.__version__} {transformers.__file__}"
+    assert workers.run(1, [script]).output.strip() == expected
+    assert importlib.metadata.version("transformers") == transformers.__version__, "what reports state"
+    record_property("release", f"transformers {transformers.__version__}")

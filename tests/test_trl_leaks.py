@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from architectures import randomized
-from test_trainer_leaks import BATCH, SIZES, Listener, N, Watched, all_files, everything_said, found_in, tensors_of
+from test_trainer_leaks import TALKATIVE, Listener, N, Watched, all_files, found_in, tensors_of, watched_training
 from tiny_chats import conversations, sft_trainer, tiny_llama
-from tiny_tasks import force_draws
 from trl import SFTTrainer
 
 from hf_dcsgd.data.rows import Batch
@@ -57,35 +56,16 @@ class WatchedChats(Watched):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[WatchedChats, dict[str, str], Path]:
-    """A run that saves, evaluates, reports to tensorboard and writes whatever a script would have it write."""
-    directory = tmp_path_factory.mktemp("run")
-    listener, sizes = Listener(), iter(SIZES)
+    directory, listener = tmp_path_factory.mktemp("run"), Listener()
     trainer = sft_trainer(
         directory,
         conversations(N),
         randomized(tiny_llama),  # far from uniform: entropies tell batches apart
         options={"callbacks": [listener], "eval_dataset": conversations(40, start=2000)},
-        per_device_train_batch_size=BATCH // 2,
-        gradient_accumulation_steps=2,
-        num_train_epochs=2,
-        eval_strategy="epoch",
-        save_strategy="steps",
-        save_steps=3,
-        report_to="tensorboard",
         learning_rate=0.02,
-        unsafe_noise_seed=77001,
+        **TALKATIVE,
     )
-    force_draws(trainer, lambda: np.random.default_rng(0).permutation(N)[: next(sizes)])
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        watched = WatchedChats(trainer, monkeypatch)
-        output = trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    trainer.log_metrics("train", output.metrics)
-    trainer.save_metrics("train", output.metrics)
-    trainer.create_model_card()
-    returned = [output.metrics, output.training_loss, trainer.privacy_report(), trainer.state.log_history]
-    said = everything_said(directory, listener, returned)
+    watched, said = watched_training(trainer, listener, directory, WatchedChats)
     return watched, {place: text for place, text in said.items() if not place.endswith("tokenizer.json")}, directory
 
 

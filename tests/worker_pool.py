@@ -90,6 +90,7 @@ class WorkerPool:
 def serve() -> None:
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    importlib.import_module("quick_accounting").quicken_accounting()  # in all jobs: none of them is about ε
     gc.collect()
     gc.freeze()  # the workers share what was imported as long as nobody writes to it
     for line in sys.stdin:

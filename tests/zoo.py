@@ -37,7 +37,7 @@ from hf_dcsgd.ghost import BatchCouplingError, UnsupportedModelError
 from hf_dcsgd.privacy.mechanism import NoisyRelease
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import DEFAULT_LAYERS, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import loss_kind
+from hf_dcsgd.tasks.loss_kind import loss_kind
 
 REFUSALS = (BatchCouplingError, UnsupportedModelError, ParityError)
 SECONDS_PER_CLASS = 40

@@ -55,7 +55,7 @@ class AuditedRun:
 
 
 def load_model(name: str | None) -> nn.Module:
-    """A tiny BERT with random weights, the model in a folder, or the one that comes as a package of that name."""
+    """Load the model in a folder, or the one that comes as a package of that name; or make a tiny BERT."""
     if name is None:
         torch.manual_seed(0)
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -89,7 +89,7 @@ def generated_rows(count: int, vocabulary: int, generator: np.random.Generator, 
 
 @torch.no_grad()
 def losses_of(model: nn.Module, rows: Sequence[Row]) -> np.ndarray:
-    """The loss of each row, without dropout."""
+    """Return the loss of each row, without dropout."""
     model.eval()
     found = []
     for start in range(0, len(rows), 64):
@@ -149,8 +149,8 @@ def plot(run: AuditedRun) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(2.2, 1))
     scores, included = np.array(run.scores), np.array(run.included)
     edges = np.linspace(scores.min(), scores.max() + 1e-12, 31)
-    for chosen, colour, label in ((~included, rust, "not trained on"), (included, blue, "trained on")):
-        left.hist(scores[chosen], edges, color=colour, alpha=0.55, label=f"{label} ({chosen.sum()})")
+    for chosen, color, label in ((~included, rust, "not trained on"), (included, blue, "trained on")):
+        left.hist(scores[chosen], edges, color=color, alpha=0.55, label=f"{label} ({chosen.sum()})")
     half, order = run.audit.guesses // 2, np.sort(scores)
     left.axvline(order[half - 1], color=grey, linestyle="--", linewidth=1)
     left.axvline(order[-half], color=grey, linestyle="--", linewidth=1, label="guessed outside of these")
@@ -191,7 +191,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the verdict, draws the picture; exit code 1 if the claim is refuted."""
+    """Print the verdict and draw the picture; return exit code 1 if the claim is refuted."""
     given = parse(arguments)
     epsilon = 8.0 if given.epsilon is None and given.noise_multiplier is None else given.epsilon
     run = audited_run(

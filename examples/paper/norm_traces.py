@@ -5,10 +5,13 @@ The norms that this script writes down are raw values of the training examples. 
     python examples/paper/norm_traces.py record sst2 --data DATA_FOLDER --rows 20000 --epsilon 2 --traces TRACES
     python examples/paper/norm_traces.py compare --traces TRACES
 
-`record` trains with the recipe (or `--method dc_sgd_e` for the paper's setting) and keeps the norms of every step.
+`record` is a run of `tables.py`, with the recipe or (`--method dc_sgd_e`) the paper's setting, that keeps the norms of
+every step beside its result.
 `compare` lets the paper's rule and the following one run over recorded norms, with fresh histogram noise, at other
-batch sizes and budgets (norms of neighboring steps are pooled for larger batches), and writes E(C_t) / min E after the
-first 20 steps to `results/range_rules.json`, and a picture of C_t, R_t and the true quantiles to `docs/norms.png`.
+batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside a control that knows the
+norms of the last five steps without noise. It writes E(C_t) / min E after the first 20 steps to
+`results/range_rules.json`, where traces that are not at hand keep their rows; and, if the trace of MNIST is there, a
+picture of C_t, R_t and the true quantiles to `docs/norms.png`.
 """
 
 from __future__ import annotations
@@ -16,15 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tasks
 import torch
-from runs import RESULTS, Setting, accuracy
-from transformers import TrainerCallback, set_seed
+from runs import RESULTS, Setting, carry_out, write
+from transformers import TrainerCallback
 
 from hf_dcsgd import DCSGDTrainer, PrivacyPlan
 from hf_dcsgd.clipping import PublicNumbers
@@ -33,19 +34,30 @@ from hf_dcsgd.privacy.accounting import planned_steps
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
-RULES = ("paper", "following")
+RULES = ("paper", "following", "known")
+KNOWN_STEPS = 5  # that the control without noise looks back
 WARM_UP, ROUNDS = 20, 3
+TITLES = {"mnist": "MNIST", "names": "NAMES", "pairs": "pairs", "sst2": "SST-2"}
+RULES_FILE = RESULTS / "range_rules.json"
+PICTURED = "MNIST, paper's setting"
 PICTURE = Path(__file__).parents[2] / "docs" / "norms.png"
 
 
 class NormRecorder(TrainerCallback):
-    """Keeps the norms of every logical batch, before they are clipped."""
+    """Keeps the norms of every logical batch before they are clipped, with the threshold and range of its step."""
 
     def __init__(self) -> None:
         self.batches: list[list[np.ndarray]] = []
+        self.released: list[dict[str, Any]] = []
+
+    def watch(self, trainer: DCSGDTrainer) -> None:
+        """Record the run of this trainer."""
+        self.trainer = trainer
+        trainer.add_callback(self)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         mechanism = self.trainer.mechanism
+        assert mechanism is not None
         if not self.batches:
             clip_factors = mechanism.clip_factors
 
@@ -56,43 +68,42 @@ class NormRecorder(TrainerCallback):
             mechanism.clip_factors = recorded
         self.batches.append([])
 
-    def watch(self, trainer: DCSGDTrainer) -> None:
-        self.trainer = trainer
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        mechanism = self.trainer.mechanism
+        assert mechanism is not None
+        self.released.append(mechanism.threshold.released_values())
 
-
-def record(setting: Setting, data_folder: Path, path: Path) -> None:
-    """Train once and write norms, thresholds and ranges of all steps to a file."""
-    set_seed(setting.seed)
-    data, recorder = tasks.load(setting.task, data_folder, rows=setting.rows), NormRecorder()
-    with tempfile.TemporaryDirectory() as folder:
-        args = setting.arguments(folder, len(data.train))
-        trainer = DCSGDTrainer(
-            data.make_model(),
-            args,
-            data.collator,
-            data.train,
-            data.evaluation,
-            callbacks=[recorder],
-            compute_metrics=accuracy,
-            per_example_loss_func=data.loss,
+    def save(self, path: Path) -> None:
+        """Write the file that `compare` reads."""
+        plan = self.trainer.plan
+        assert plan is not None
+        batches = [np.concatenate(batch) if batch else np.zeros(0) for batch in self.batches]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            path,
+            norms=np.concatenate(batches),
+            sizes=[len(batch) for batch in batches],
+            thresholds=[values["clip_threshold"] for values in self.released],
+            ranges=[values.get("histogram_range", np.nan) for values in self.released],
+            batch_size=plan.expected_batch_size,
+            parameters=plan.num_parameters,
+            rows=plan.dataset_size,
+            epochs=self.trainer.state.num_train_epochs,
         )
-        recorder.watch(trainer)
-        trainer.train()
-        lines = [json.loads(line) for line in (Path(folder) / "privacy_trace.jsonl").read_text().splitlines()]
-    batches = [np.concatenate(batch) if batch else np.zeros(0) for batch in recorder.batches]
-    assert trainer.plan is not None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(
-        path,
-        norms=np.concatenate(batches),
-        sizes=[len(batch) for batch in batches],
-        thresholds=[line["clip_threshold"] for line in lines],
-        ranges=[line.get("histogram_range", np.nan) for line in lines],
-        batch_size=trainer.plan.expected_batch_size,
-        parameters=trainer.plan.num_parameters,
-        rows=trainer.plan.dataset_size,
-        epochs=trainer.state.num_train_epochs,
-    )
+
+
+def title_of(setting: Setting) -> str:
+    """Name the trace of a run."""
+    whose = "recipe's" if setting.method == "recipe" else "paper's"
+    return f"{TITLES.get(setting.task, setting.task)}, {whose} setting"
+
+
+def record(setting: Setting, data_folder: Path, traces: Path) -> dict[str, Any]:
+    """Train once, keep the norms of all steps in a file under `traces`, and return the result of the run."""
+    recorder = NormRecorder()
+    result = carry_out(setting, data_folder, recorder.watch)
+    recorder.save(traces / f"{title_of(setting)}.npz")
+    return result
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -130,20 +141,23 @@ def make_threshold(kind: str, rule: str, plan: PrivacyPlan) -> Any:
 def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: int) -> list[float]:
     """Return how far a rule is off at each step: E(C)/min E, or for percentiles the factor to the true one."""
     generator = np.random.default_rng(seed)
-    threshold = make_threshold(kind, rule, plan)
+    threshold = None if rule == "known" else make_threshold(kind, rule, plan)
     unit_variance = plan.grad_noise_multiplier**2 * plan.num_parameters / plan.expected_batch_size**2
+    best = (lambda norms: best_threshold(norms, unit_variance)) if kind == "dc_sgd_e" else np.median
     found = []
     for step, norms in enumerate(batches):
         if step >= WARM_UP and len(norms):
-            current = threshold.clip_threshold
+            known = np.concatenate(batches[step - KNOWN_STEPS : step])
+            current = float(best(known)) if threshold is None else threshold.clip_threshold
             if kind == "dc_sgd_e":
-                least = squared_error(best_threshold(norms, unit_variance), norms, unit_variance)
+                least = squared_error(best(norms), norms, unit_variance)
                 found.append(squared_error(current, norms, unit_variance) / least)
             else:
                 ratio = current / max(float(np.median(norms)), 1e-30)
                 found.append(max(ratio, 1 / ratio))
-        counts = threshold.side_contribution(torch.from_numpy(norms)).double().numpy()
-        threshold.update(counts + generator.normal(0, threshold.side_query.noise_multiplier, len(counts)))
+        if threshold is not None:
+            counts = threshold.side_contribution(torch.from_numpy(norms)).double().numpy()
+            threshold.update(counts + generator.normal(0, threshold.side_query.noise_multiplier, len(counts)))
     return found
 
 
@@ -167,7 +181,8 @@ def compare(paths: list[Path]) -> list[dict[str, Any]]:
                 )
                 for kind in ("dc_sgd_e", "dc_sgd_p"):
                     for rule in RULES:
-                        off = [x for seed in range(ROUNDS) for x in follow(kind, rule, drawn, plan, seed)]
+                        rounds = range(1 if rule == "known" else ROUNDS)
+                        off = [x for seed in rounds for x in follow(kind, rule, drawn, plan, seed)]
                         if not off:
                             continue
                         rows.append(
@@ -223,12 +238,15 @@ def main() -> None:
     logging.getLogger("hf_dcsgd").setLevel(logging.ERROR)
     if options.command == "record":
         setting = Setting(options.task, options.method, options.epsilon, rows=options.rows)
-        record(setting, options.data, options.traces / f"{setting.key}.npz")
+        write(record(setting, options.data, options.traces), setting.path)
         return
     paths = sorted(options.traces.glob("*.npz"))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "range_rules.json").write_text(json.dumps(compare(paths), indent=1) + "\n", encoding="utf-8")
-    draw(paths[0], PICTURE)
+    kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []
+    kept = [row for row in kept if row["trace"] not in {path.stem for path in paths}]
+    RULES_FILE.write_text(json.dumps(kept + compare(paths), indent=1) + "\n", encoding="utf-8")
+    for path in paths:
+        if path.stem == PICTURED:
+            draw(path, PICTURE)
 
 
 if __name__ == "__main__":

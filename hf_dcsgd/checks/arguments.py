@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from hf_dcsgd.checks.environment import INSTEAD, OWNED
+from hf_dcsgd.checks.sharding_options import refuse_dishonored_sharding
+from hf_dcsgd.clipping import BUILTIN_OPTIONS, strategy
 from hf_dcsgd.privacy.accounting import MAX_NOISE_MULTIPLIER
 from hf_dcsgd.validation import (
     require,
@@ -24,6 +27,8 @@ from hf_dcsgd.validation import (
 
 if TYPE_CHECKING:
     from hf_dcsgd.training_args import DCSGDTrainingArguments
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_STRATEGIES = ("random", "group_by_length")
 # What to do about earlier runs on the same weights: count what they spent, or leave it out by name.
@@ -84,7 +89,19 @@ def refuse_incompatible_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"{name}={getattr(args, name)} cannot be used for private training: {reason}")
 
 
-def require_sound_optimization(args: TrainingArguments) -> None:
+def require_sound_arguments(args: DCSGDTrainingArguments) -> None:
+    """Refuse values that are wrong by themselves or together, once transformers has parsed them."""
+    _require_sound_budget(args)
+    _require_sound_optimization(args)
+    refuse_dishonored_sharding(args)
+    _require_sound_clipping(args)
+    if args.torch_compile:
+        logger.warning(
+            "torch_compile=True compiles evaluation alone: clipping watches modules, which merge in a graph"
+        )
+
+
+def _require_sound_optimization(args: TrainingArguments) -> None:
     """Refuse what would turn the weights into NaN after the budget is spent, or fail inside the optimizer."""
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "label_smoothing_factor"):
         value: Any = getattr(args, name)
@@ -118,7 +135,7 @@ _CHECKS: dict[str, tuple[type, Callable[[str, Any], Any]]] = {
 }
 
 
-def require_sound_budget(args: DCSGDTrainingArguments) -> None:
+def _require_sound_budget(args: DCSGDTrainingArguments) -> None:
     """Refuse privacy options of a wrong kind or value. Those of clipping strategies are checked by the strategies."""
     fields = {field.name: field for field in dataclasses.fields(args)}
     for name, value in args.privacy_options().items():
@@ -136,6 +153,25 @@ def require_sound_budget(args: DCSGDTrainingArguments) -> None:
         f"expected one of target_epsilon and noise_multiplier, got both: {args.target_epsilon} and "
         f"{args.noise_multiplier}",
     )
+
+
+def _require_sound_clipping(args: DCSGDTrainingArguments) -> None:
+    """Check the options of the chosen strategy; those of other strategies that are given are only named."""
+    args.clipping_options = as_mapping("clipping_options", args.clipping_options)
+    declared = {option.name: option for option in strategy(args.clipping).options}
+    for name, value in (args.clipping_options or {}).items():
+        require(name not in BUILTIN_OPTIONS, f"expected {name} as an argument of its own, not in clipping_options")
+        require(name in declared, f"expected clipping_options of clipping={args.clipping}, got {name}={value!r}")
+        declared[name].checked(value)
+    unused = []
+    for name, option in BUILTIN_OPTIONS.items():
+        value = getattr(args, name)
+        if value is not None or option.default is not None:
+            option.checked(value)
+        if name not in declared and name != "clip_threshold" and value != option.default:
+            unused.append(f"{name}={value}")
+    if unused:  # no error, so that one argument changes the strategy
+        logger.warning("clipping=%s does not use %s", args.clipping, ", ".join(sorted(unused)))
 
 
 def as_mapping(name: str, value: Any) -> dict[str, Any] | None:

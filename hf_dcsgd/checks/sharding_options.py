@@ -44,6 +44,11 @@ def fsdp_config_of_accelerate() -> dict[str, Any]:
     return config
 
 
+def reads_weights(args: TrainingArguments) -> bool:
+    """Tell whether this process needs the weights of a model: where they are sharded, the main process alone does."""
+    return not args.fsdp or args.process_index == 0
+
+
 @contextmanager
 def accelerate_without_fsdp() -> Iterator[None]:
     """Hide from accelerate within a block that it was asked for FSDP: it prepares plain data parallelism."""
@@ -60,6 +65,7 @@ def refuse_dishonored_sharding(args: TrainingArguments) -> None:
     if not args.fsdp:
         return
     config: Mapping[str, Any] = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    config = {**_named_options(args.fsdp), **config}
     version = int(config.get("version", 2))
     asked = {
         "version": (version != 2, "FSDP1 keeps every parameter in flat pieces; use version 2 (fsdp_version: 2)"),
@@ -99,6 +105,16 @@ def refuse_dishonored_sharding(args: TrainingArguments) -> None:
     for name, (refused, reason) in together.items():
         if refused:
             raise ValueError(f"{name}={getattr(args, name)} cannot be used with fsdp: {reason}")
+
+
+def _named_options(fsdp: Any) -> dict[str, Any]:
+    """Return what `fsdp` itself names as entries of `fsdp_config`, which newer releases of transformers do."""
+    names = {str(getattr(option, "value", option)) for option in fsdp} if isinstance(fsdp, list | tuple) else set()
+    others = sorted(names - {"full_shard", "shard_grad_op", "offload", "auto_wrap"})
+    if others:
+        raise ValueError(f"fsdp={' '.join(others)} cannot be honored: all processes share each block; use full_shard")
+    asked: dict[str, Any] = {"reshard_after_forward": False} if "shard_grad_op" in names else {}
+    return asked | ({"cpu_offload": True} if "offload" in names else {})
 
 
 def _is_on(value: Any) -> bool:

@@ -64,7 +64,7 @@ def measure_step(
     batch_size: int,
     compare: bool = True,
 ) -> dict[str, Any]:
-    """Seconds and bytes of a step on `batch_size` examples; `losses_of()` are the losses of `measured_size` examples.
+    """Measure a step on `batch_size` examples, in seconds and bytes, by `losses_of()` of `measured_size` examples.
 
     Time and activations grow with the number of examples; weights and buffers do not. `plain_seconds`, left out unless
     `compare`, is the same forward and backward without clipping. `units` says which rows are one example, where these
@@ -101,13 +101,13 @@ def measure_step(
 
 
 def _seconds(action: Callable[[], None]) -> float:
-    """The fastest of a few runs: others share the machine."""
+    """Take the fastest of a few runs: others share the machine."""
     timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
     return min(timer.timeit(1).mean for _ in range(3))
 
 
 def _peak_bytes(action: Callable[[], None], device: torch.device) -> int:
-    """The most bytes at one time beyond weights and the clipped sum, which are counted elsewhere."""
+    """Measure the most bytes at one time beyond weights and the clipped sum, which are counted elsewhere."""
     if device.type == "cuda":
         start = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from hf_dcsgd.privacy.sampling import map_style_length
-from hf_dcsgd.tasks.no_loss import why_no_loss
+from hf_dcsgd.tasks.loss_kind import why_no_loss
 from hf_dcsgd.validation import require_count
+
+Arguments = TypeVar("Arguments")
 
 # The guarantee rests on these methods of the trainer.
 GUARDED_METHODS = ("compute_loss", "get_train_dataloader", "_get_train_sampler", "get_batch_samples", "training_step")
@@ -24,6 +26,17 @@ def refuse_overrides(trainer: object, own: type) -> None:
             )
 
 
+def require_arguments(args: Any, wanted: type[Arguments]) -> Arguments:
+    """Return the arguments of a trainer; TypeError unless they are of the class that makes it private."""
+    if not isinstance(args, wanted):
+        home = wanted.__module__.rpartition(".")[0]
+        raise TypeError(
+            f"expected args to be {wanted.__name__}, got {type(args).__name__}: nothing would be private. "
+            f"{home}.{wanted.__name__} takes the same arguments, and target_epsilon"
+        )
+    return args
+
+
 def validate_inputs(
     model: Any,
     label_smoothing: float,
@@ -32,6 +45,8 @@ def validate_inputs(
     compute_loss_func: Any,
     per_example_loss_func: Any,
     rows_per_example: int,
+    *,
+    needs_weights: bool = True,
 ) -> None:
     """Raise for things of the wrong kind, before transformers takes them apart."""
     if compute_loss_func is not None:
@@ -47,7 +62,7 @@ def validate_inputs(
         )
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"expected model to be an nn.Module, loaded or made, got {model!r}")
-    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
+    if needs_weights and isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("expected a model with weights, got one on the meta device")
     if "_orig_mod" in getattr(model, "_modules", ()):
         raise ValueError("expected model as it was before torch.compile, whose graph does not call modules one by one")

@@ -15,7 +15,7 @@ from hf_dcsgd.cli import audit, cache, calibrate, doctor, report, synthesize, tr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carries out one subcommand and returns the exit code; like argparse, exits by itself on wrong usage."""
+    """Carry out one subcommand and return the exit code; like argparse, exit by itself on wrong usage."""
     parser = _OneLineErrorParser(
         prog="hf-dcsgd",
         description="Differentially private fine-tuning with the Hugging Face Trainer.",

@@ -27,7 +27,7 @@ from hf_dcsgd.reporting.model_card import task_of
 from hf_dcsgd.sharding.memory import rank_memory
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers, train_mode
-from hf_dcsgd.tasks.losses import loss_kind
+from hf_dcsgd.tasks.loss_kind import loss_kind
 
 _ADAPTER_TASKS = {
     "SEQ_CLS": "text-classification",
@@ -48,7 +48,7 @@ def diagnose(
     sequence_length: int = 128,
     devices: int = 1,
 ) -> dict[str, Any]:
-    """What would be trained, by which rules, what is refused and why, whether norms agree with autograd, and the cost.
+    """Find out what would be trained and how, what is refused and why, whether norms are right, and the cost.
 
     ValueError when the model cannot be loaded. A refusal is part of the answer, under `refused`; what comes after it
     is then left out.
@@ -65,7 +65,7 @@ def diagnose(
 
 
 def load_model(name: str, task: str | None) -> tuple[Any, str]:
-    """The model with the head of the task, in fp32; the task is read off its configuration when not given.
+    """Load the model with the head of the task, in fp32; the task is read off its configuration when not given.
 
     The name may be that of an adapter, whose base model is then loaded below it.
     """
@@ -101,7 +101,7 @@ def _task_of(config: Any) -> str:
 
 
 def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int, length: int) -> None:
-    """Fills `found` step by step, so that what was learned before a refusal is kept."""
+    """Fill `found` step by step, so that what was learned before a refusal is kept."""
     names = select_trainable_layers(model, expression)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name in set(names)}
     found["trainable_layers"] = expression
@@ -128,7 +128,7 @@ def _look_at(model: Any, found: dict[str, Any], expression: str, batch_size: int
 
 
 def _memory_of_devices(model: Any, devices: int, activations: int) -> dict[str, Any]:
-    """What each of so many devices would hold with fsdp; the trunk is in fp32 here, as it was loaded."""
+    """Estimate what each of so many devices would hold with fsdp; the trunk is in fp32 here, as it was loaded."""
     memory = rank_memory(model, devices)
     memory |= {"activations": activations, "total": memory["total"] + activations}
     return {"count": devices, "bytes": memory}
@@ -154,7 +154,7 @@ def _first_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and no table of missing heads: a fresh head is what doctor expects."""
+    """Turn off progress bars and the table of missing heads: a fresh head is what doctor expects."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -170,7 +170,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """The diagnosis for a terminal."""
+    """Write the diagnosis for a terminal."""
     lines = [f"{found['class']} from {found['model']}, for {found['task']}"]
     if "groups" in found:
         share = f"{found['trained_parameters']:,} of {found['total_parameters']:,} parameters"

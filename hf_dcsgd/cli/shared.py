@@ -19,7 +19,7 @@ def add_subcommand(
 
 
 def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
-    """The budget, the training that it is for, and whether the answer is wanted as JSON."""
+    """Ask for the budget, the training that it is for, and whether the answer is wanted as JSON."""
     parser.add_argument("--epsilon", type=float, required=True, metavar="EPS", help="the total ε to stay within")
     parser.add_argument("--delta", type=float, metavar="DELTA", help="the total δ (default: 1 / dataset size)")
     parser.add_argument("--dataset-size", type=int, required=True, metavar="N", help="number of training examples")
@@ -43,7 +43,7 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def training_figures(arguments: argparse.Namespace) -> tuple[float, int, float]:
-    """(q, T, δ) from the arguments of `add_planning_arguments`; a δ that nobody asked for is noted."""
+    """Return (q, T, δ) from the arguments of `add_planning_arguments`; a δ that nobody asked for is noted."""
     from hf_dcsgd.privacy.accounting import planned_steps
     from hf_dcsgd.validation import require, require_count, require_fraction
 

@@ -119,7 +119,7 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _config_tokens(model: nn.Module) -> list[int]:
-    """Ids of the tokens that a transformers config names (`eos_token_id` and the like)."""
+    """List the ids of tokens that a transformers config names (`eos_token_id` and the like)."""
     to_dict: Any = getattr(getattr(model, "config", None), "to_dict", None)
     named = [value for key, value in to_dict().items() if key.endswith("_token_id")] if callable(to_dict) else []
     return [token for value in named for token in (value if isinstance(value, list) else [value]) if token is not None]

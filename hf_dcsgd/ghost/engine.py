@@ -12,7 +12,7 @@ neither read nor written.
 | example of several rows (`over(units)`)    | its rows are joined before the norm is taken (`units.py`)           |
 | parameter used several times, tied weights | uses are added before the norm is taken: cross terms are exact      |
 | module without a rule                      | that module alone is run again per example (`fallback.py`)          |
-| parameter that no module call explains     | one backward per example for that parameter: slow and exact         |
+| parameter that no module call explains     | one backward per example for that parameter (`slow_path.py`)        |
 | loss that mixes examples, BatchNorm        | refused (`verification.py`, `refusals.py`)                          |
 
 How: a forward hook on each module that owns trainable parameters keeps its input and the gradient edge of its output;
@@ -31,16 +31,16 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, LastResult, without_autocast
+from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, LastResult, without_autocast
 from hf_dcsgd.ghost.fallback import batch_leaves, fallback_contributions, is_random
-from hf_dcsgd.ghost.layout import Layout, fitting_layouts
+from hf_dcsgd.ghost.layout import Layout
 from hf_dcsgd.ghost.norms import take_norms, trimmed, written
-from hf_dcsgd.ghost.quarantine import quarantined_grad
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, hand_over_grads, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
 from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
+from hf_dcsgd.ghost.slow_path import add_slow_sums, slow_norms
 from hf_dcsgd.ghost.units import Units
-from hf_dcsgd.ghost.verification import find_layouts, unexplained_parameters
+from hf_dcsgd.ghost.verification import Layouts, unexplained_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class GhostClipper:
         self.slow_parameters: set[str] = set()
         self.verifies_later = True
         self._is_settled = False
-        self._layouts: dict[Slot, Layout] = {}
+        self._layouts = Layouts(self._recorder)
         self._batch_leaves: dict[Slot, list[bool]] = {}
         # Sequences of module calls (and the mode they ran in) already compared with autograd; with two examples or
         # more, coupling is seen too.
@@ -85,11 +85,11 @@ class GhostClipper:
         self._forget()
 
     def rules(self) -> dict[str, str]:
-        """Maps module paths to the rules that compute their contributions, for reports."""
+        """Map module paths to the rules that compute their contributions, for reports."""
         return {o.name: "fallback" if o.rule is None else o.rule.__name__ for o in self._owners}
 
     def reset_verification(self) -> None:
-        """Has the next batch compared with autograd, whatever was compared before.
+        """Have the next batch compared with autograd, whatever was compared before.
 
         With `verifies_later` off, no batch is compared from now on, and one that would have to be, or that needs the
         slow path, is refused: both take more backward passes, which other ranks must not be left without.
@@ -100,7 +100,7 @@ class GhostClipper:
             self._is_settled = True
 
     def over(self, units: Units | None) -> GhostClipper:
-        """Takes `units` for the examples of the next forward, `with clipper.over(units):`; rows where it is None."""
+        """Take `units` for the examples of the next forward, `with clipper.over(units):`; rows where it is None."""
         self._recorder.units = units
         return self
 
@@ -131,7 +131,7 @@ class GhostClipper:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self, losses: Tensor) -> Tensor:
-        """Computes ‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32, in one backward pass."""
+        """Compute ‖∇losses[i]‖₂ over all trainable parameters, (n,) in fp32, in one backward pass."""
         self._check(losses)
         if losses.shape[0] == 0:
             self._contributions, self._norms = {}, torch.zeros(0, device=losses.device)
@@ -147,11 +147,17 @@ class GhostClipper:
                 squared += fast.float()
             if self.slow_parameters:
                 self._refuse_slow_path()
-                squared += self._slow_squared_norms(losses)
+                slow, written_down = slow_norms(losses, self._slow(), _WRITTEN_ELEMENTS)
+                squared += slow
+                self._contributions |= written_down or {}
+                self._losses = losses if written_down is None else None
         finally:
             self._recorder.recording = True
         self._norms = squared.sqrt()
         return self._norms
+
+    def _slow(self) -> dict[str, nn.Parameter]:
+        return {name: self.parameters[name] for name in sorted(self.slow_parameters)}
 
     def _refuse_slow_path(self) -> None:
         if self._is_settled:
@@ -184,7 +190,7 @@ class GhostClipper:
             raise ValueError(f"expected one loss per example, got {losses.shape[0]} losses for a batch of {examples}")
 
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
-        """Runs the one backward pass and collects what each call adds to each parameter; checked the first time."""
+        """Run the one backward pass and collect what each call adds to each parameter; checked the first time."""
         n, calls, units = losses.shape[0], self._recorder.calls, self._recorder.units
         key = (tuple(call.owner.name for call in calls), self.model.training, units is not None, n > 1)
         verify = key not in self._verified
@@ -193,10 +199,13 @@ class GhostClipper:
                 "expected the module calls that were compared with autograd before training, got others "
                 f"({len(calls)} calls of modules with trained parameters): they depend on the examples"
             )
-        decided = self._learn_layouts(losses) if verify and n > 1 else True
+        decided = True
+        if verify and n > 1:
+            batchless, decided = self._layouts.learn(losses)
+            self.slow_parameters |= batchless
         # The slow path needs the graph, and a fallback may end there.
         batches = [self._recorder.batch_of(call, n) for call in calls]
-        layouts = [self._rule_layout(call, batch) for call, batch in zip(calls, batches, strict=True)]
+        layouts = [self._layouts.for_rule(call, batch) for call, batch in zip(calls, batches, strict=True)]
         keep_graph = verify or bool(self.slow_parameters) or None in layouts
         contributions: dict[str, list[Contribution]] = {}
         uses = Counter(name for call in calls for name in call.owner.parameters.values())
@@ -225,16 +234,6 @@ class GhostClipper:
         self._recorder.forget_calls()  # frees what is needed no more
         return {name: parts for name, parts in contributions.items() if name not in self.slow_parameters}
 
-    def _learn_layouts(self, losses: Tensor) -> bool:
-        """Finds where the batch is in all outputs, refuses mixed examples; False where the next batch must tell."""
-        recorder = self._recorder
-        found = find_layouts(losses, recorder)
-        self._layouts.update(found.known)
-        for call in recorder.calls:
-            if any(call.slot(k) in found.batchless for k in range(len(call.edges))):
-                self.slow_parameters.update(call.owner.parameters.values())
-        return not found.undecided
-
     def _contributions_of(
         self, call: Call, grads: list[Tensor | None], layout: Layout | None, n: int
     ) -> Iterator[tuple[str, Contribution]]:
@@ -252,25 +251,6 @@ class GhostClipper:
         for attribute, name in wanted.items():
             if attribute in found:
                 yield name, found[attribute]
-
-    def _rule_layout(self, call: Call, n: int) -> Layout | None:
-        """Tells where the batch is in input and output of a call with a rule; None where the rule does not apply."""
-        if call.owner.rule is None or not isinstance(call.input, Tensor):
-            return None
-        layout = self._layout_of(call, n)
-        return None if layout is None or layout.batch_first(call.input, n) is None else layout
-
-    def _layout_of(self, call: Call, n: int, output: int = 0) -> Layout | None:
-        """Tells where the batch is in this output, as found on the first batch or as the shape says; None: nowhere."""
-        if output >= len(call.output_shapes):
-            return None
-        fitting = fitting_layouts(call.output_shapes[output], n, self._recorder.positions)
-        known = self._layouts.get(call.slot(output))
-        if known is not None:
-            return known if known in fitting else None
-        units = self._recorder.units
-        is_alone = n == 1 if units is None else units.count == 1
-        return fitting[0] if fitting and (is_alone or len(fitting) == 1) else None
 
     def _by_rule(self, call: Call, grad: Tensor, layout: Layout | None, n: int) -> dict[str, Contribution] | None:
         if layout is None:
@@ -293,7 +273,7 @@ class GhostClipper:
 
     def _by_fallback(self, call: Call, grads: list[Tensor | None], n: int) -> dict[str, Contribution] | None:
         size = sum(self.parameters[name].numel() for name in call.owner.parameters.values())
-        layouts = [Layout.BATCH_FIRST if g is None else self._layout_of(call, n, k) for k, g in enumerate(grads)]
+        layouts = [Layout.BATCH_FIRST if g is None else self._layouts.of(call, n, k) for k, g in enumerate(grads)]
         axes = [layout.axis for layout in layouts if layout in (Layout.BATCH_FIRST, Layout.BATCH_SECOND)]
         if is_random(call.owner.module) or n * size > _WRITTEN_ELEMENTS or len(axes) < len(grads):
             return None
@@ -312,12 +292,12 @@ class GhostClipper:
     # -- the clipped sum ---------------------------------------------------------------------------------------------
 
     def zeros(self) -> Tensor:
-        """Makes a buffer for `accumulate`: zeros of shape (num_parameters,), fp32, or fp64 where a parameter is."""
+        """Make a buffer for `accumulate`: zeros of shape (num_parameters,), fp32, or fp64 where a parameter is."""
         first = next(iter(self.parameters.values()))
         return torch.zeros(self.num_parameters, dtype=self._sum_dtype(), device=first.device)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Names the parts of a buffer: parameter name → view of the parameter's shape."""
+        """Name the parts of a buffer: parameter name → view of the parameter's shape."""
         parts = flat.split([p.numel() for p in self.parameters.values()])
         return {name: part.view(p.shape) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
 
@@ -325,7 +305,7 @@ class GhostClipper:
         return torch.float64 if any(p.dtype == torch.float64 for p in self.parameters.values()) else torch.float32
 
     def accumulate(self, clip_factors: Tensor, into: Tensor) -> None:
-        """Adds Σ_i clip_factors[i] · ∇losses[i] to `into`, a buffer as `zeros` makes it.
+        """Add Σ_i clip_factors[i] · ∇losses[i] to `into`, a buffer as `zeros` makes it.
 
         Examples with a non-finite norm add exactly nothing.
         """
@@ -354,45 +334,7 @@ class GhostClipper:
                 for part in parts:
                     (part if index is None else part.select(index)).add_weighted_sum(factors, sums[name])
         if self._losses is not None:
-            self._accumulate_slow(self._losses, clip_factors, keep, sums)
+            self._recorder.recording = False
+            add_slow_sums(self._losses, self._slow(), clip_factors, keep, sums)
+            self._recorder.recording = True
         self._forget()
-
-    # -- parameters that no module call explains ---------------------------------------------------------------------
-
-    def _slow_gradients(self, loss: Tensor) -> dict[str, Tensor]:
-        """Computes ∇loss over the slow parameters, whatever the other examples are."""
-        parameters = {name: self.parameters[name] for name in sorted(self.slow_parameters)}
-        found = quarantined_grad(loss, list(parameters.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(p) if grad is None else grad
-            for (name, p), grad in zip(parameters.items(), found, strict=True)
-        }
-
-    def _slow_squared_norms(self, losses: Tensor) -> Tensor:
-        """Keeps these gradients as contributions, too, or the losses to find them again where they are too large."""
-        assert self._contributions is not None
-        size = sum(self.parameters[name].numel() for name in self.slow_parameters)
-        written: dict[str, list[Tensor]] | None = None
-        if losses.shape[0] * size <= _WRITTEN_ELEMENTS:
-            written = {name: [] for name in self.slow_parameters}
-        squared = torch.full((losses.shape[0],), torch.nan, device=losses.device)
-        for i, loss in enumerate(losses.unbind()):
-            finite = bool(loss.isfinite())
-            grads = self._slow_gradients(loss) if finite else {}
-            if finite:
-                squared[i] = torch.stack([grad.float().square().sum() for grad in grads.values()]).sum()
-            for name, parts in (written or {}).items():
-                parts.append(grads[name] if finite else torch.full_like(self.parameters[name], torch.nan))
-        if written is None:
-            self._losses = losses
-        else:
-            self._contributions.update({name: [Dense(torch.stack(parts))] for name, parts in written.items()})
-        return squared
-
-    def _accumulate_slow(self, losses: Tensor, factors: Tensor, keep: Tensor, sums: dict[str, Tensor]) -> None:
-        # Factors are not put into the loss: half-precision parts of the graph would round them, some upwards.
-        self._recorder.recording = False
-        for i in keep.nonzero().flatten().tolist():
-            for name, grad in self._slow_gradients(losses[i]).items():
-                sums[name].add_(factors[i].to(grad.dtype) * grad.detach())
-        self._recorder.recording = True

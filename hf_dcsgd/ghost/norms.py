@@ -51,7 +51,7 @@ Parts = list[Contribution]
 def take_norms(
     contributions: Mapping[str, Sequence[Contribution]], shapes: Mapping[str, torch.Size]
 ) -> tuple[Tensor, dict[str, Parts]]:
-    """Returns the squared norm of every example over all these parameters, and contributions that have the same sums.
+    """Return the squared norm of every example over all these parameters, and contributions that have the same sums.
 
     Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`.
     """
@@ -89,12 +89,12 @@ def take_norms(
 
 
 def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
-    """Returns ‖Σ contributions‖² of every example, for one parameter of the given shape."""
+    """Return ‖Σ contributions‖² of every example, for one parameter of the given shape."""
     return take_norms({"": contributions}, {"": shape})[0]
 
 
 def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
-    """Notes the bound of a contribution, then leaves out positions at which no example has a gradient, if many.
+    """Note the bound of a contribution, then leave out positions at which no example has a gradient, if many.
 
     What is left out need not be held: behind a pooler that reads one token, that is all but one position. Bounds are
     taken of all positions, so that an example whose input is not finite at one of them is not finite still, whatever
@@ -117,7 +117,7 @@ def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
 
 
 def written(part: Contribution) -> Contribution:
-    """Writes the gradients of a contribution down where that is the faster form."""
+    """Write the gradients of a contribution down where that is the faster form."""
     if not isinstance(part, Outer):
         return part
     shape = torch.Size([part.left.shape[2], part.right.shape[2]])
@@ -132,12 +132,12 @@ def _is_narrow(part: Factored) -> bool:
 
 
 def _row_lengths(value: Tensor) -> Tensor:
-    """Returns the lengths of all rows of (n, T, d)."""
+    """Return the lengths of all rows of (n, T, d)."""
     return torch.linalg.vector_norm(value, dim=2, dtype=working_dtype(value))
 
 
 def _bound(parts: Sequence[Contribution]) -> Tensor | None:
-    """Returns (Σ_t ‖left_t‖·‖right_t‖)², an upper bound of each example's squared norm; None for written gradients."""
+    """Return (Σ_t ‖left_t‖·‖right_t‖)², an upper bound of each example's squared norm; None for written gradients."""
     found = [part.bound for part in parts if not isinstance(part, Dense) and part.bound is not None]
     if not found:
         return None
@@ -155,14 +155,14 @@ def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
 
 
 def _written(parts: Parts, shape: torch.Size) -> tuple[Tensor, Parts]:
-    """Squared norms of written gradients, and those themselves."""
+    """Return the squared norms of written gradients, and those themselves."""
     first = parts[0]
     value = first.value if len(parts) == 1 and isinstance(first, Dense) else _per_example(parts, shape)
     return _squared_lengths(value, shape), [Dense(value)]
 
 
 def _squared_lengths(value: Tensor, shape: torch.Size) -> Tensor:
-    """Returns the squared length of each example's gradient, adding up rows first and then their sums."""
+    """Return the squared length of each example's gradient, adding up rows first and then their sums."""
     rows = value.reshape(len(value), *((1, shape.numel()) if len(shape) < 2 else (shape[0], shape[1:].numel())))
     return torch.linalg.vector_norm(rows, dim=2, dtype=working_dtype(value)).square().sum(1)
 
@@ -172,7 +172,7 @@ def _any_tensor(part: Contribution) -> Tensor:
 
 
 def _per_example(parts: Parts, shape: torch.Size) -> Tensor:
-    """Writes down the gradient of each example, (n, p, d)."""
+    """Write down the gradient of each example, (n, p, d)."""
     n, p, d = len(_any_tensor(parts[0])), shape[:1].numel(), shape[1:].numel()
     total: Tensor | None = None
     for part in sorted(parts, key=lambda part: not isinstance(part, Outer)):
@@ -194,7 +194,7 @@ def _per_example(parts: Parts, shape: torch.Size) -> Tensor:
 
 
 def _squared_row_sums(part: OneHotRows, rows: int) -> Tensor:
-    """Adds up repeated rows within each example first, so nothing cancels and no (n, rows, d) table is made."""
+    """Add up repeated rows within each example first, so nothing cancels and no (n, rows, d) table is made."""
     n, positions = part.index.shape
     example = torch.arange(n, device=part.index.device).repeat_interleave(positions)
     used, place = torch.unique(example * rows + part.index.flatten(), return_inverse=True)
@@ -207,7 +207,7 @@ def _squared_row_sums(part: OneHotRows, rows: int) -> Tensor:
 
 
 def _joined(factored: Sequence[Factored]) -> list[Factored]:
-    """Makes several `Outer` one with more positions."""
+    """Make several `Outer` one with more positions."""
     outers = [part for part in factored if isinstance(part, Outer)]
     if len(outers) < 2:
         return list(factored)
@@ -218,7 +218,7 @@ def _joined(factored: Sequence[Factored]) -> list[Factored]:
 def _repair_cancelled(
     squared: dict[str, Tensor], bounds: Mapping[str, Tensor | None], by_gram: Mapping[str, list[Factored]]
 ) -> None:
-    """Takes norms whose terms cancel again, in double precision."""
+    """Take norms whose terms cancel again, in double precision."""
     if not by_gram:
         return
     expected = []
@@ -242,7 +242,7 @@ def _in_double(part: Factored) -> Factored:
 
 
 def _gram(factored: Sequence[Factored], right_gram: LastResult) -> Tensor:
-    """Returns ‖Σ factored‖² of every example, from T×T products of the factors."""
+    """Return ‖Σ factored‖² of every example, from T×T products of the factors."""
     if len(factored) == 1 and isinstance(factored[0], Outer):
         products = _self_products(factored[0].left).mul_(right_gram.of(factored[0].right, _self_products))
         once = _sizes_of_blocks(factored[0].positions)
@@ -259,12 +259,12 @@ def _gram(factored: Sequence[Factored], right_gram: LastResult) -> Tensor:
 
 
 def _inner(lefts: Tensor, rights: Tensor) -> Tensor:
-    """Returns ⟨lefts, rights⟩ of every example; `lefts` is used up."""
+    """Return ⟨lefts, rights⟩ of every example; `lefts` is used up."""
     return lefts.mul_(rights).sum((1, 2))
 
 
 def _self_products(value: Tensor) -> Tensor:
-    """Returns products of positions, a row per example: blocks on the diagonal, then one of each mirrored pair."""
+    """Return products of positions, a row per example: blocks on the diagonal, then one of each mirrored pair."""
     blocks = working_precision(value).split(_GRAM_BLOCK, 1)
     products = [block @ block.mT for block in blocks]
     products += [block @ before.mT for k, block in enumerate(blocks) for before in blocks[:k]]
@@ -273,12 +273,12 @@ def _self_products(value: Tensor) -> Tensor:
 
 
 def _sizes_of_blocks(positions: int) -> int:
-    """Counts the products in the blocks on the diagonal."""
+    """Count the products in the blocks on the diagonal."""
     return positions // _GRAM_BLOCK * _GRAM_BLOCK**2 + (positions % _GRAM_BLOCK) ** 2
 
 
 def _left_products(first: Factored, second: Factored) -> Tensor:
-    """Returns ⟨left of first at s, left of second at t⟩ as (n, S, T)."""
+    """Return ⟨left of first at s, left of second at t⟩ as (n, S, T)."""
     if isinstance(first, Outer) and isinstance(second, Outer):
         return working_precision(first.left) @ working_precision(second.left).mT
     if isinstance(first, OneHotRows) and isinstance(second, OneHotRows):
@@ -291,5 +291,5 @@ def _left_products(first: Factored, second: Factored) -> Tensor:
 
 
 def _columns(left: Tensor, index: Tensor) -> Tensor:
-    """Takes left[i, s, index[i, t]] as (n, S, T): products of factors with one-hot rows."""
+    """Take left[i, s, index[i, t]] as (n, S, T): products of factors with one-hot rows."""
     return working_precision(left.gather(2, index[:, None, :].expand(-1, left.shape[1], -1)))

@@ -57,7 +57,7 @@ class Call:
         return (self.owner.name, self.occurrence, output)
 
     def release(self) -> None:
-        """Lets go of the arguments."""
+        """Let go of the arguments."""
         self.arguments = ((), {})
 
     def check_unchanged(self) -> None:
@@ -66,7 +66,7 @@ class Call:
 
 
 def find_owners(model: nn.Module) -> list[Owner]:
-    """Lists every module with trainable parameters of its own.
+    """List every module with trainable parameters of its own.
 
     A parameter that an inner module owns too (BERT's tied output bias) belongs to the inner one: its rule accounts for
     it, and the outer module must not count it again.
@@ -138,11 +138,11 @@ class ForwardRecorder:
         self.forget()
 
     def batch_of(self, call: Call, examples: int) -> int:
-        """Returns the size of the batch that a call saw: one entry per example, or per row of all examples."""
+        """Return the size of the batch that a call saw: one entry per example, or per row of all examples."""
         return examples if self.units is None else self.units.batch_of(call.output_shapes, self.positions)
 
     def others(self, call: Call, example: int, losses: Tensor) -> Tensor:
-        """Marks what is not this example's in the batch that a call saw."""
+        """Mark what is not this example's in the batch that a call saw."""
         if self.units is None:
             return torch.arange(len(losses), device=losses.device) != example
         return self.units.others(example, self.batch_of(call, len(losses)))
@@ -162,7 +162,7 @@ class ForwardRecorder:
                 return
 
     def _give_batch(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Gives every example its own look-up where position ids of shape (1, T) serve the whole batch."""
+        """Give every example its own look-up where position ids of shape (1, T) serve the whole batch."""
         n = self.batch_size if self._rows_are_examples else None
         n = n if self.units is None else self.units.rows
         if self.recording and n is not None and n > 1 and args and args[0].dim() > 1 and args[0].shape[0] == 1:
@@ -182,7 +182,7 @@ class ForwardRecorder:
         return record
 
     def shapes_without_last_example(self) -> dict[Slot, torch.Size]:
-        """Returns output shapes of the same forward with one example less; empty where that cannot be run.
+        """Return output shapes of the same forward with one example less; empty where that cannot be run.
 
         An axis that keeps its size is not the batch, even if its size happened to be the batch size.
         """
@@ -206,7 +206,7 @@ class ForwardRecorder:
 def output_grads(
     loss: Tensor, calls: list[Call], keep_graph: bool, differentiate: Any = None
 ) -> list[list[Tensor | None]]:
-    """Computes gradients of the loss at every recorded output, call by call, in one backward pass."""
+    """Compute gradients of the loss at every recorded output, call by call, in one backward pass."""
     edges = [edge for call in calls for edge in call.edges if edge is not None]
     differentiate = differentiate or torch.autograd.grad
     found = differentiate(loss, edges, retain_graph=keep_graph, allow_unused=True) if edges else ()
@@ -217,7 +217,7 @@ def output_grads(
 def hand_over_grads(
     loss: Tensor, calls: list[Call], keep_graph: bool, arrived: Callable[[int, list[Tensor | None]], None]
 ) -> None:
-    """Calls `arrived(k, gradients at the outputs of calls[k])` for every call, in one backward pass.
+    """Call `arrived(k, gradients at the outputs of calls[k])` for every call, in one backward pass.
 
     Calls with one output are handed over as the pass reaches them, so that nothing of them need be held here; those
     at its ends, and those with several outputs, after it. Those that the loss does not depend on may be left out.
@@ -247,13 +247,13 @@ def _handing_over(arrived: Callable[[int, list[Tensor | None]], None], k: int, o
 
 
 def _inner_nodes(nodes: set[Any]) -> set[Any]:
-    """Finds those nodes of the graph behind which there is another one of them."""
+    """Find those nodes of the graph behind which there is another one of them."""
     leads_to_one = dict.fromkeys(nodes, True)  # or is one itself
     return {node for node in nodes if any(_leads_to_one(found, leads_to_one) for found in _behind(node))}
 
 
 def _leads_to_one(start: Any, known: dict[Any, bool]) -> bool:
-    """Looks for a node that is known to lead to one, as far down as it takes; what is learnt is added to `known`."""
+    """Look for a node that is known to lead to one, as far down as it takes; what is learned is added to `known`."""
     if start in known:
         return known[start]
     path = [(start, iter(_behind(start)))]
@@ -277,7 +277,7 @@ def _behind(node: Any) -> list[Any]:
 
 
 def _without_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keeps shapes alone, in tensors that no rule can compute with and that hold no memory."""
+    """Keep shapes alone, in tensors that no rule can compute with and that hold no memory."""
     return tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
 
 

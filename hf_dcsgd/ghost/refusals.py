@@ -36,7 +36,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def may_change(module: nn.Module) -> bool:
-    """Whether a call of `train()` can make a module unsupported: it turns a frozen BatchNorm to batch statistics."""
+    """Tell whether `train()` can make a module unsupported: it turns a frozen BatchNorm to batch statistics."""
     return isinstance(module, (*_BATCH_STATISTICS, _INSTANCE_STATISTICS))
 
 

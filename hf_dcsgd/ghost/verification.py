@@ -12,7 +12,7 @@ from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, Outer
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.norms import squared_norms
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
-from hf_dcsgd.ghost.recording import ForwardRecorder, Owner, Slot, output_grads
+from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Owner, Slot, output_grads
 from hf_dcsgd.ghost.refusals import BatchCouplingError
 
 # How far the hooks' total may lie from autograd's before the hooks are taken to have missed a use.
@@ -26,6 +26,48 @@ class FoundLayouts:
     known: dict[Slot, Layout] = field(default_factory=dict)
     batchless: set[Slot] = field(default_factory=set)
     undecided: set[Slot] = field(default_factory=set)
+
+
+class Layouts:
+    """Where the batch is in inputs and outputs of all calls, as learned from the first batch or as shapes say."""
+
+    def __init__(self, recorder: ForwardRecorder) -> None:
+        self._recorder = recorder
+        self._known: dict[Slot, Layout] = {}
+
+    def learn(self, losses: Tensor) -> tuple[set[str], bool]:
+        """Look for the batch in all outputs, and refuse mixed examples.
+
+        Returns the parameters of calls without a batch, and False where the next batch must tell of some output.
+        """
+        found = find_layouts(losses, self._recorder)
+        self._known.update(found.known)
+        batchless = {
+            name
+            for call in self._recorder.calls
+            if any(call.slot(k) in found.batchless for k in range(len(call.edges)))
+            for name in call.owner.parameters.values()
+        }
+        return batchless, not found.undecided
+
+    def of(self, call: Call, n: int, output: int = 0) -> Layout | None:
+        """Tell where the batch is in this output of a call; None: nowhere."""
+        if output >= len(call.output_shapes):
+            return None
+        fitting = fitting_layouts(call.output_shapes[output], n, self._recorder.positions)
+        known = self._known.get(call.slot(output))
+        if known is not None:
+            return known if known in fitting else None
+        units = self._recorder.units
+        is_alone = n == 1 if units is None else units.count == 1
+        return fitting[0] if fitting and (is_alone or len(fitting) == 1) else None
+
+    def for_rule(self, call: Call, n: int) -> Layout | None:
+        """Tell where the batch is in input and output of a call with a rule; None where the rule does not apply."""
+        if call.owner.rule is None or not isinstance(call.input, Tensor):
+            return None
+        layout = self.of(call, n)
+        return None if layout is None or layout.batch_first(call.input, n) is None else layout
 
 
 def find_layouts(losses: Tensor, recorder: ForwardRecorder) -> FoundLayouts:

@@ -84,6 +84,16 @@ class FileArguments:
             if path is not None and not Path(path).is_file():
                 raise UserError(f"--{name} {path}: there is no such file")
 
+    def limited(self, rows: Any, split: str) -> Any:
+        """Return as many rows of a split as are asked for."""
+        limits = {
+            "train": self.max_train_samples,
+            "validation": self.max_eval_samples,
+            "test": self.max_predict_samples,
+        }
+        limit = limits[split.split("_")[0]]
+        return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
     @property
     def has_files(self) -> bool:
         """Whether any data of the user's own are given, by a file or by the name of a data set."""

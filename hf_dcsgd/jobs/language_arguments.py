@@ -25,6 +25,9 @@ class GenerationArguments:
     temperature: float = option(0.0, "Sample at this temperature; 0 takes the likeliest token.")
     top_p: float = option(1.0, "Sample from the likeliest tokens that have so much probability together.")
     generation_batch_size: int = option(32, "Generate so many texts at a time.")
+    end_token: str | None = option(
+        None, "The token that ends a text, where the model was pre-trained with another than its tokenizer says."
+    )
 
     def check_generation(self) -> None:
         """Refuse settings that nothing can be generated with."""

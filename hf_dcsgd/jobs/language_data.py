@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 
 from hf_dcsgd.jobs.errors import UserError, explained
-from hf_dcsgd.jobs.language_arguments import LanguageDataArguments
+from hf_dcsgd.jobs.language_arguments import GenerationArguments, LanguageDataArguments
 from hf_dcsgd.jobs.text_data import TEXTS, first_present, load_splits, require_owners
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
 
@@ -41,7 +41,6 @@ def load_language_data(
     args: LanguageDataArguments, cache_dir: str | None = None, privacy_unit: str | None = None
 ) -> tuple[dict[str, Dataset], Columns]:
     """Read the files; return the splits by name, and which of their columns hold the text."""
-    limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
     splits = load_splits(args, cache_dir)
     columns = find_columns(args, next(iter(splits.values())).column_names)
     for name, rows in splits.items():
@@ -52,8 +51,7 @@ def load_language_data(
                 f"no column {missing[0]!r} in the {name} data (columns: {', '.join(rows.column_names)}); name the "
                 "right one by --messages_column, --prompt_column, --completion_column or --text_column"
             )
-        limit = limits[name]
-        splits[name] = rows if limit is None else rows.select(range(min(limit, len(rows))))
+        splits[name] = args.limited(rows, name)
     if privacy_unit is not None and "train" in splits:
         require_owners(splits["train"], privacy_unit)
     return splits, columns
@@ -163,6 +161,15 @@ def use_chat_template(tokenizer: Any, args: LanguageDataArguments) -> None:
     """Give the tokenizer the template that was asked for; it is saved with the model."""
     if args.chat_template is not None:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+
+
+def use_end_token(tokenizer: Any, args: GenerationArguments) -> None:
+    """Let texts end with the token that was asked for; it is saved with the tokenizer."""
+    if args.end_token is None:
+        return
+    if args.end_token not in tokenizer.get_vocab():
+        raise UserError(f"--end_token {args.end_token}: the tokenizer has no such token")
+    tokenizer.eos_token = args.end_token
 
 
 # --- rows as tokens --------------------------------------------------------------------------------------------------

@@ -20,9 +20,16 @@ from hf_dcsgd.jobs.arguments import JobParser
 from hf_dcsgd.jobs.errors import UserError, exit_code_of, needs_extra
 from hf_dcsgd.jobs.generation import generate_texts
 from hf_dcsgd.jobs.language_arguments import LanguageDataArguments, LanguageModelArguments
-from hf_dcsgd.jobs.language_data import TEXT, RowFormat, load_language_data, tokenized, use_chat_template
+from hf_dcsgd.jobs.language_data import (
+    TEXT,
+    RowFormat,
+    load_language_data,
+    tokenized,
+    use_chat_template,
+    use_end_token,
+)
 from hf_dcsgd.jobs.models import load_pretrained
-from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, make_trainer, publish, set_up, train
+from hf_dcsgd.jobs.training import carry_out, checkpoint_to_resume, kept, make_trainer, set_up
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -46,6 +53,7 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     _require_splits(data, columns.kind, training_args)
     tokenizer, model = load_pretrained(model_args, AutoModelForCausalLM, "CAUSAL_LM")
     use_chat_template(tokenizer, data_args)
+    use_end_token(tokenizer, data_args)
     row_format = RowFormat(tokenizer, columns, data_args.separator)
     wanted = [
         name for name, asked in (("train", training_args.do_train), ("validation", training_args.do_eval)) if asked
@@ -55,18 +63,15 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
             name: tokenized(data[name], name, row_format, data_args, training_args.privacy_unit) for name in wanted
         }
     trainer = build_trainer(model, tokenizer, splits, training_args, non_private=data_args.non_private)
-    if look_ahead(trainer, data_args):
-        return {}
-    results: dict[str, float] = {}
-    if training_args.do_train:
-        results |= train(trainer, checkpoint)
-    if training_args.do_eval:
-        results |= evaluate(trainer, splits["validation"])
-    if training_args.do_predict:
-        results |= predict(trainer, data["test"], row_format, data_args)
-    if training_args.do_train:
-        publish(trainer, finetuned_from=model_args.model_name_or_path, tasks="text-generation")
-    return results
+    return carry_out(
+        trainer,
+        checkpoint,
+        data_args,
+        evaluate=lambda: trainer.evaluate(splits["validation"]),
+        predict=lambda: predict(trainer, data["test"], row_format, data_args),
+        finetuned_from=model_args.model_name_or_path,
+        tasks="text-generation",
+    )
 
 
 def _require_splits(splits: dict[str, Dataset], kind: str, args: DCSGDTrainingArguments) -> None:
@@ -120,13 +125,6 @@ def token_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return {"loss_per_token": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": int(tokens)}
 
 
-def evaluate(trainer: Trainer, rows: Dataset) -> dict[str, float]:
-    metrics = trainer.evaluate(rows)
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
-    return metrics
-
-
 def predict(trainer: Trainer, rows: Dataset, row_format: RowFormat, args: LanguageDataArguments) -> dict[str, float]:
     """Go on from each prompt once, write `predictions.jsonl`, and compare with all completions that the data have."""
     references: dict[str, list[str]] = {}
@@ -149,9 +147,7 @@ def predict(trainer: Trainer, rows: Dataset, row_format: RowFormat, args: Langua
     metrics: dict[str, float] = {"test_prompts": len(lines)}
     if all(references.values()):
         metrics["test_bleu"] = multi_reference_bleu([text.text for text in texts], list(references.values()))
-    trainer.log_metrics("test", metrics)
-    trainer.save_metrics("test", metrics)
-    return metrics
+    return kept(trainer, "test", metrics)
 
 
 def multi_reference_bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:

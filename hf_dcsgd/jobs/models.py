@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.integrations import is_fsdp_enabled
 
 from hf_dcsgd.jobs.arguments import ModelArguments
 from hf_dcsgd.jobs.errors import explained, needs_extra
@@ -19,14 +20,17 @@ def load_pretrained(
 ) -> tuple[Any, torch.nn.Module]:
     """Load tokenizer and model; with `--lora`, adapters for this kind of task (one of peft's TaskType) come on top."""
     name = args.model_name_or_path
-    options = {"cache_dir": args.cache_dir, "revision": args.model_revision}
+    options: dict[str, Any] = {"cache_dir": args.cache_dir, "revision": args.model_revision}
     base = _base_of_adapters(name) or name
     with explained(partial(_cannot_load, name), OSError, ValueError, ImportError, RuntimeError):
         config = transformers.AutoConfig.from_pretrained(args.config_name or base, **config_values, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer_name or name, **options)
-        model: Any = auto_class.from_pretrained(
-            base, config=config, dtype=torch.float32, ignore_mismatched_sizes=args.ignore_mismatched_sizes, **options
-        )
+        if base == name and _is_handed_weights():
+            with torch.device("meta"):
+                model: Any = auto_class.from_config(config, dtype=torch.float32)
+        else:
+            options["ignore_mismatched_sizes"] = args.ignore_mismatched_sizes
+            model = auto_class.from_pretrained(base, config=config, dtype=torch.float32, **options)
         if base != name:
             from peft import PeftModel
 
@@ -39,6 +43,14 @@ def load_pretrained(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, with_adapters(model, args, adapter_task) if args.lora and base == name else model
+
+
+def _is_handed_weights() -> bool:
+    """Tell whether the main process reads the weights for this one, as fsdp_cpu_ram_efficient_loading asks for.
+
+    Transformers would read them here, too, before it puts zeros in their place.
+    """
+    return is_fsdp_enabled() and torch.distributed.get_rank() > 0
 
 
 def _base_of_adapters(name: str) -> str | None:

@@ -19,7 +19,7 @@ from hf_dcsgd.jobs.glue import Task
 from hf_dcsgd.jobs.metrics import text_metrics
 from hf_dcsgd.jobs.models import load_pretrained
 from hf_dcsgd.jobs.text_data import TextData, load_text_data, tokenized
-from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, make_trainer, publish, set_up, train
+from hf_dcsgd.jobs.training import carry_out, checkpoint_to_resume, make_trainer, set_up
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 
@@ -41,18 +41,14 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     with training_args.main_process_first(desc="tokenizing"):
         splits = {name: tokenized(data, name, tokenizer, data_args, training_args.privacy_unit) for name in wanted}
     trainer = build_trainer(model, tokenizer, data.task, splits, data_args, training_args)
-    if look_ahead(trainer, data_args):
-        return {}
-    results: dict[str, float] = {}
-    if training_args.do_train:
-        results |= train(trainer, checkpoint)
-    if training_args.do_eval:
-        results |= evaluate(trainer, splits)
-    if training_args.do_predict:
-        results |= predict(trainer, splits, data.task)
-    if training_args.do_train:
-        publish(trainer, **card_facts(model_args, data.task))
-    return results
+    return carry_out(
+        trainer,
+        checkpoint,
+        data_args,
+        evaluate=lambda: evaluate(trainer, splits),
+        predict=lambda: predict(trainer, splits, data.task),
+        **card_facts(model_args, data.task),
+    )
 
 
 def wanted_splits(data: TextData, args: DCSGDTrainingArguments) -> list[str]:
@@ -127,8 +123,6 @@ def evaluate(trainer: Trainer, splits: dict[str, Dataset]) -> dict[str, float]:
     for split in (name for name in splits if name.startswith("validation")):
         prefix = "eval_mm" if split.endswith("mismatched") else "eval"
         metrics |= trainer.evaluate(splits[split], metric_key_prefix=prefix)
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
     return metrics
 
 

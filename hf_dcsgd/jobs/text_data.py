@@ -212,11 +212,7 @@ def tokenized(
 
     Training rows keep the column that says whose they are.
     """
-    task, rows = data.task, data.splits[split]
-    limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
-    limit = limits[split.split("_")[0]]
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
+    task, rows = data.task, args.limited(data.splits[split], split)
     has_labels = task.label in rows.column_names
     if has_labels and split.startswith("test"):
         has_labels = any(value not in UNLABELED for value in rows.unique(task.label))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,14 @@ from datasets import Dataset
 from transformers import AutoModelForTokenClassification, EvalPrediction, Trainer
 
 from hf_dcsgd.jobs.arguments import JobParser, ModelArguments
-from hf_dcsgd.jobs.errors import UserError, exit_code_of
+from hf_dcsgd.jobs.errors import UserError
 from hf_dcsgd.jobs.metrics import span_metrics
 from hf_dcsgd.jobs.models import load_pretrained
 from hf_dcsgd.jobs.token_data import TokenData, TokenDataArguments, load_token_data, tokenized
-from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, make_trainer, publish, set_up, train
+from hf_dcsgd.jobs.training import carry_out, checkpoint_to_resume, make_trainer, set_up
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
 
 PREDICTIONS_FILENAME = "predictions.jsonl"
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str | None = None, description: str | None = __doc__) -> int:
-    """Run a job from `argv`, or from the command line; return the exit code."""
-    return exit_code_of(lambda: run(sys.argv[1:] if argv is None else argv, prog=prog, description=description))
 
 
 def run(argv: Sequence[str], *, prog: str | None = None, description: str | None = __doc__) -> dict[str, float]:
@@ -58,18 +52,15 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
         data_collator=transformers.DataCollatorForTokenClassification(tokenizer),
         compute_metrics=metrics_of(data.labels),
     )
-    if look_ahead(trainer, data_args):
-        return {}
-    results: dict[str, float] = {}
-    if args.do_train:
-        results |= train(trainer, checkpoint)
-    if args.do_eval:
-        results |= evaluate(trainer, splits["validation"])
-    if args.do_predict:
-        results |= predict(trainer, splits["test"], data.labels)
-    if args.do_train:
-        publish(trainer, finetuned_from=model_args.model_name_or_path, tasks="token-classification")
-    return results
+    return carry_out(
+        trainer,
+        checkpoint,
+        data_args,
+        evaluate=lambda: trainer.evaluate(splits["validation"]),
+        predict=lambda: predict(trainer, splits["test"], data.labels),
+        finetuned_from=model_args.model_name_or_path,
+        tasks="token-classification",
+    )
 
 
 def head_of(data: TokenData) -> dict[str, Any]:
@@ -91,13 +82,6 @@ def tags_of(logits: Any, label_ids: np.ndarray, labels: Sequence[str]) -> tuple[
 def metrics_of(labels: Sequence[str]) -> Callable[[EvalPrediction], dict[str, float]]:
     """Return precision, recall, F1 of spans and accuracy as a function for the trainer."""
     return lambda prediction: span_metrics(*tags_of(prediction.predictions, np.asarray(prediction.label_ids), labels))
-
-
-def evaluate(trainer: Trainer, rows: Dataset) -> dict[str, float]:
-    metrics = trainer.evaluate(rows)
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
-    return metrics
 
 
 def predict(trainer: Trainer, rows: Dataset, labels: Sequence[str]) -> dict[str, float]:

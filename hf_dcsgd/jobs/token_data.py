@@ -51,11 +51,7 @@ def load_token_data(
     args: TokenDataArguments, cache_dir: str | None = None, privacy_unit: str | None = None
 ) -> TokenData:
     """Load files or a data set of the Hub, and find columns and tags."""
-    splits = load_splits(args, cache_dir)
-    limits = {"train": args.max_train_samples, "validation": args.max_eval_samples, "test": args.max_predict_samples}
-    for name, rows in splits.items():
-        limit = limits[name]
-        splits[name] = rows if limit is None else rows.select(range(min(limit, len(rows))))
+    splits = {name: args.limited(rows, name) for name, rows in load_splits(args, cache_dir).items()}
     rows = splits.get("train", next(iter(splits.values())))
     words = _column(args.words_column, WORDS, rows, "words_column")
     tags = _column(args.tags_column, TAGS, rows, "tags_column")

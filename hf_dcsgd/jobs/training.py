@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,43 @@ def look_ahead(trainer: Trainer, data_args: FileArguments) -> bool:
     return data_args.dry_run
 
 
+def carry_out(
+    trainer: Trainer,
+    checkpoint: str | None,
+    data_args: FileArguments,
+    evaluate: Callable[[], dict[str, float]],
+    predict: Callable[[], dict[str, float]],
+    **facts: Any,
+) -> dict[str, float]:
+    """Train, evaluate, predict and publish, as asked; return all metrics. `facts` are those of `create_model_card`."""
+    if look_ahead(trainer, data_args):
+        return {}
+    args: Any = trainer.args
+    results = train(trainer, checkpoint) if args.do_train else {}
+    if args.do_eval:
+        results |= kept(trainer, "eval", evaluate())
+    if args.do_predict:
+        results |= predict()
+    if args.do_train:
+        publish(trainer, **facts)
+    return results
+
+
+def kept(trainer: Trainer, name: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Show metrics, write them to `<name>_results.json`, and return them."""
+    trainer.log_metrics(name, metrics)
+    trainer.save_metrics(name, metrics)
+    return metrics
+
+
 def train(trainer: Trainer, checkpoint: str | None) -> dict[str, float]:
     outcome = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     metrics = dict(outcome.metrics)
     if isinstance(trainer, DCSGDTrainer) and trainer.plan is not None:
         metrics |= {"epsilon": trainer.epsilon(), "delta": trainer.plan.delta}
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
     trainer.save_state()
-    return metrics
+    return kept(trainer, "train", metrics)
 
 
 def publish(trainer: Trainer, **facts: Any) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from dp_accounting import DpEvent
 from scipy import optimize, stats
 
-from hf_dcsgd.privacy.accountants import ACCOUNTANTS, Accountant, composed, has_grid, rdp_epsilon
+from hf_dcsgd.privacy.accountants import ACCOUNTANTS, Accountant, composed, has_grid, rough_epsilon
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative, require_positive
 
 MAX_NOISE_MULTIPLIER = 1e6  # a search for σ gives up beyond it
@@ -195,7 +195,7 @@ def _calibrated(
 
     if not has_grid(function):
         return smallest_noise_multiplier(spent, epsilon)
-    guess = group_size * (_calibrated(rdp_epsilon, epsilon, delta, rate, steps) or 1.0)
+    guess = group_size * (_calibrated(rough_epsilon, epsilon, delta, rate, steps) or 1.0)
     # The fine grid is slower still for a group, and the next one is good to a fraction of a percent.
     return _solved_by_grids(spent, epsilon, guess, _GRID_SCALES if group_size == 1 else _GRID_SCALES[1:2])
 

@@ -26,7 +26,7 @@ from hf_dcsgd.clipping import strategy
 from hf_dcsgd.reporting.format import rounded_up, shown_number
 from hf_dcsgd.reporting.schema import PrivacyReport
 from hf_dcsgd.reporting.snippets import fenced, literal, model_code, plain_value, usage
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 if TYPE_CHECKING:

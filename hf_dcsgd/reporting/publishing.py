@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils.hub import PushInProgress
 
+from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting import model_card, report
 from hf_dcsgd.reporting.plan_table import describe_plan, describe_recipe, little_to_expect
 from hf_dcsgd.reporting.run_record import RecordedRun
@@ -75,12 +76,25 @@ class PublishingTrainer(ShardingTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the step released; take out the private training loss, unless it was paid or opted for."""
-        mechanism = None if self._run is None else self._run.mechanism
-        super().log(released_logs(logs, mechanism, self.args.log_train_loss), start_time)
+        super().log(released_logs(logs, self.mechanism, self.args.log_train_loss), start_time)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return zero: the true count follows the sizes of the private draws."""
         return 0
+
+    @property
+    def step(self) -> PrivateStep | None:
+        """The private step of the last run, if there was one."""
+        return None if self._run is None else self._run.step
+
+    @property
+    def mechanism(self) -> DPMechanism | None:
+        """The mechanism of the last run, if there was one."""
+        return None if self._run is None else self._run.mechanism
+
+    def epsilon(self) -> float:
+        """Return ε of the steps charged so far, at the plan's δ."""
+        return 0.0 if self.mechanism is None else self.mechanism.epsilon()
 
     def privacy_report(self) -> PrivacyReport:
         """Return the statement of the last run: ε, δ and all that they rest on. Read from its directory.
@@ -137,8 +151,8 @@ class PublishingTrainer(ShardingTrainer):
 
     def check_before_saving(self) -> None:
         """Refuse a model into whose frozen part something wrote private values."""
-        if self._run is not None and self._run.step.model is self.model:
-            self._run.step.require_frozen_unchanged()
+        if self.step is not None and self.step.model is self.model:
+            self.step.require_frozen_unchanged()
 
     # -- the card and the Hub ----------------------------------------------------------------------------------------
 
@@ -179,7 +193,8 @@ class PublishingTrainer(ShardingTrainer):
         """
         source = self._report_dir()
         statement, trace = report.build_report(source), read_trace(source)
-        report.write_report(statement, trace, source)
+        if not report.is_written(statement, source):
+            report.write_report(statement, trace, source)
         names = [name for name in (report.JSON_FILENAME, report.HTML_FILENAME) if (source / name).exists()]
         if source != directory:
             for name in names:

@@ -159,6 +159,12 @@ def write_report(report: PrivacyReport, trace: Sequence[dict[str, Any]], directo
     return write_atomically(Path(directory) / HTML_FILENAME, page)
 
 
+def is_written(report: PrivacyReport, directory: Path) -> bool:
+    """Tell whether this very report, and its page, are in the directory."""
+    path = directory / JSON_FILENAME
+    return (directory / HTML_FILENAME).exists() and path.exists() and path.read_text("utf-8") == as_json(report)
+
+
 def try_to_write_report(run_dir: str | os.PathLike[str]) -> Path | None:
     """Build and write the report of a run; a failure is logged, so that it does not take a finished training down."""
     try:
@@ -180,8 +186,9 @@ def _guarantee(plan: PrivacyPlan, charged: int, past: Past) -> Guarantee:
         if names:
             text = f"These weights come from a run {kind} ({', '.join(names)}), maybe on the same data."
             opt_outs.append({"name": "earlier_spending", "text": text})
-    epsilon = past.of_the_weights.epsilon(plan.delta) if inherited else plan.epsilon(charged)
-    accountant = "rdp" if inherited else plan.accountant
+    epsilon, accountant = (
+        past.of_the_weights.bound(plan.delta) if inherited else (plan.epsilon(charged), plan.accountant)
+    )
     if opt_outs:
         named = " and ".join(opt_out["name"] for opt_out in opt_outs)
         sentence = f"There is no privacy guarantee for this run, because of {named}."

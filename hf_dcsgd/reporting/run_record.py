@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.files import as_json, write_atomically
 from hf_dcsgd.runs.spending import SpendingRecorder
 from hf_dcsgd.step import PrivateStep
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 
 RUN_FILENAME = "privacy_run.json"
 _PACKAGES = ("hf-dcsgd", "torch", "transformers", "accelerate", "datasets", "peft", "dp-accounting", "numpy", "scipy")
@@ -93,6 +94,7 @@ def write_run_record(
     return write_atomically(Path(run_dir) / RUN_FILENAME, as_json(record))
 
 
+@functools.cache
 def software_versions() -> dict[str, str]:
     """Return the versions of what computed the guarantee and the gradients, as far as it is installed."""
     versions = {"python": platform.python_version()}

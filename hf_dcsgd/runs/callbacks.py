@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from hf_dcsgd.privacy.mechanism import DPMechanism
+from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.runs.trace import append_to_trace
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,7 @@ def released_logs(logs: dict[str, float], mechanism: DPMechanism | None, log_tra
     if mechanism is not None and "loss" in logs:
         values = mechanism.threshold.released_values()
         logs |= {name: value for name, value in values.items() if isinstance(value, float)}
-        # An upper bound that does not hold up the loop: PLD's fine grid takes seconds.
-        logs["epsilon"] = mechanism.plan.epsilon(mechanism.charged, grid_scale=10)
+        logs["epsilon"] = _epsilon_so_far(mechanism.plan, mechanism.charged)
     for name in ("loss", "train_loss"):
         if name in logs and log_train_loss != "raw":
             value = logs.pop(name)
@@ -94,3 +94,9 @@ def released_logs(logs: dict[str, float], mechanism: DPMechanism | None, log_tra
                 logs[f"noisy_{name}"] = value
     logs.pop("total_flos", None)
     return logs
+
+
+def _epsilon_so_far(plan: PrivacyPlan, charged: int) -> float:
+    """Bound ε without holding up the loop: PLD's fine grid takes seconds, but is known for the whole plan."""
+    bound = plan.epsilon(charged, grid_scale=10)
+    return min(bound, plan.epsilon()) if charged <= plan.steps else bound

@@ -14,7 +14,7 @@ from hf_dcsgd.checks.step_cost import measure_step
 from hf_dcsgd.data.synthetic import synthetic_batch
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.step import PrivateStep
-from hf_dcsgd.tasks.losses import loss_kind
+from hf_dcsgd.tasks.loss_kind import loss_kind
 
 _MEASURED_EXAMPLES = 4
 

@@ -18,18 +18,9 @@ Result = TypeVar("Result")
 
 # Arguments that may differ between ranks: they steer no step, no collective call and no random number of ours.
 _LOCAL_ARGUMENTS = {
-    *(
-        "output_dir",
-        "trunk_cache_dir",
-        "local_rank",
-        "resume_from_checkpoint",
-        "seed",
-        "data_seed",
-        "log_level",
-        "log_level_replica",
-    ),
-    *("disable_tqdm", "report_to", "run_name", "project", "hub_token", "ddp_timeout", "dataloader_num_workers"),
-    *("dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
+    *("output_dir", "trunk_cache_dir", "local_rank", "resume_from_checkpoint", "seed", "data_seed", "log_level"),
+    *("log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "hub_token", "ddp_timeout"),
+    *(f"dataloader_{name}" for name in ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")),
 }
 
 
@@ -80,4 +71,12 @@ def on_main_process(action: Callable[[], Result]) -> Result | None:
             raise RuntimeError(f"the main process stopped: {message}")
     if failure is not None:
         raise failure
+    return result
+
+
+def from_main_process(action: Callable[[], Result]) -> Result:
+    """Run an action on the main process alone and return its result on all, pickled on the way; fails as that does."""
+    result: Any = on_main_process(action)
+    if PartialState().num_processes > 1:
+        (result,) = broadcast_object_list([result])
     return result

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,10 @@ from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.training_args import DCSGDTrainingArguments
-from hf_dcsgd.trunk.build import TrunkCache, open_cache
+from hf_dcsgd.trunk.build import open_cache
 from hf_dcsgd.trunk.check import filled_cache
 from hf_dcsgd.trunk.cut import FrozenTrunk
+from hf_dcsgd.trunk.evaluation import EvaluationCache
 from hf_dcsgd.trunk.units import HiddenStatesCollator, RowsWithHiddenStates, collated_units
 
 # Those of `DataLoader` that `TrainingArguments` has, there as `dataloader_*`.
@@ -86,48 +89,56 @@ def poisson_sampler(plan: PrivacyPlan, units: RowsOfUnits | None = None, **optio
     return UnitBatchSampler(units, plan.expected_batch_size, max_rows_per_unit=plan.unit.max_rows, **options)
 
 
+@dataclass(frozen=True)
+class CachedRows:
+    """Rows that carry hidden states of the frozen trunk, which passes over what they stand for; so may evaluation."""
+
+    rows: Any
+    collate: Collator
+    trunk: FrozenTrunk
+    evaluation: EvaluationCache | None
+
+
 def cached_rows(
     args: DCSGDTrainingArguments,
     plan: PrivacyPlan,
     model: nn.Module,
     rows: Any,
     collate: Collator,
-    *,
+    units: RowsOfUnits | None,
     label_names: Sequence[str] | None,
     make_step: Callable[[FrozenTrunk], PrivateStep],
-    units: RowsOfUnits | None = None,
-) -> tuple[Any, Collator, TrunkCache | None]:
-    """Return rows with the hidden states of the frozen trunk in them, if `trunk_cache` asks for it and it can be done.
-
-    Their collator comes with them, and the cache; None where there is none.
-    """
-    if args.trunk_cache == "off":
-        return rows, collate, None
+    forward_context: Callable[[], AbstractContextManager[Any]],
+) -> CachedRows | None:
+    """Return rows with the hidden states of the frozen trunk in them; None where `trunk_cache` leaves models as is."""
     units = units if plan.draws_units else None
-    cache = filled_cache(
-        lambda: open_cache(
-            model,
-            rows,
-            collate,
-            label_names=label_names,
+    with forward_context():
+        cache = filled_cache(
+            lambda: open_cache(
+                model,
+                rows,
+                collate,
+                label_names=label_names,
+                device=args.device,
+                cache_dir=args.trunk_cache_dir,
+                dtype=args.trunk_cache_dtype,
+                largest=args.per_device_train_batch_size,
+            ),
+            make_step,
             device=args.device,
-            cache_dir=args.trunk_cache_dir,
-            dtype=args.trunk_cache_dtype,
-            largest=args.per_device_train_batch_size,
-        ),
-        make_step,
-        device=args.device,
-        required=args.trunk_cache == "on",
-        rank=args.process_index,
-        world_size=args.world_size,
-        show_progress=not args.disable_tqdm,
-        units=None if units is None else units.of_rank(args.process_index, args.world_size),
-        collated_units=lambda cache, some: collated_units(
-            RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), some
-        ),
-    )
+            required=args.trunk_cache == "on",
+            rank=args.process_index,
+            world_size=args.world_size,
+            show_progress=not args.disable_tqdm,
+            units=None if units is None else units.of_rank(args.process_index, args.world_size),
+            collated_units=lambda cache, some: collated_units(
+                RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), some
+            ),
+        )
     if cache is None:
-        return rows, collate, None
+        return None
+    # A compiled evaluation would not see that blocks are passed over.
+    evaluation = None if args.torch_compile else EvaluationCache(cache, forward_context)
     if units is None:
-        return cache.store, take_only_row, cache
-    return RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), cache
+        return CachedRows(cache.store, take_only_row, cache.trunk, evaluation)
+    return CachedRows(RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), cache.trunk, evaluation)

@@ -26,6 +26,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.privacy.registry import open_private, registry_path
 from hf_dcsgd.runs.files import as_json, write_atomically
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 from hf_dcsgd.validation import require, require_count, require_fraction, require_non_negative
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class SpentRun:
     opt_outs: tuple[str, ...] = ()
     unit: str | None = None
     group_size: int = 1
+    # Noise multiplier, sampling rate and steps of the run after it, where they were settled before this one began.
+    settles_next: tuple[float, float, int] | None = None
 
     def __post_init__(self) -> None:
         names = (self.run_id, self.clipping, self.accountant)
@@ -78,6 +81,7 @@ class SpentRun:
         require_fraction("delta", self.delta)
         require_count("group_size", self.group_size)
         object.__setattr__(self, "opt_outs", tuple(str(name) for name in self.opt_outs))
+        object.__setattr__(self, "settles_next", None if self.settles_next is None else tuple(self.settles_next))
 
     @classmethod
     def of(cls, plan: PrivacyPlan, charged: int, run_id: str | None) -> SpentRun:
@@ -94,6 +98,13 @@ class SpentRun:
             unit=None if plan.unit is None else plan.unit.column,
             group_size=plan.group_size,
         )
+
+    def has_settled(self, later: SpentRun) -> bool:
+        """Tell whether a run is the one that was settled before this one began: what this one showed had no say."""
+        if self.settles_next is None:
+            return False
+        *settings, steps = self.settles_next
+        return settings == [later.noise_multiplier, later.sampling_rate] and later.charged <= steps
 
 
 @dataclass(frozen=True)
@@ -113,10 +124,22 @@ class Spending:
 
     def epsilon(self, delta: float) -> float:
         """Return ε of all these runs on the same data; infinite when one has no guarantee, or one for another unit."""
+        return self.bound(delta)[0]
+
+    def bound(self, delta: float, grid_scale: float = 1.0) -> tuple[float, str]:
+        """Return that ε and the accountant it comes from: RDP, and PLD where all settings were settled at the start.
+
+        Both are upper bounds then, and the smaller is taken. Where a run may have been set up by the results of those
+        before it, RDP is taken, whose divergences add up for such runs as well. Of groups, only PLD knows the cost.
+        `grid_scale` is that of `epsilon_spent`.
+        """
         if any(run.opt_outs for run in self.runs) or len({run.unit for run in self.runs}) > 1:
-            return math.inf
+            return math.inf, "rdp"
         runs = [AccountedRun(r.noise_multiplier, r.sampling_rate, r.charged, r.group_size) for r in self.runs]
-        return composed_epsilon(runs, delta, "rdp" if all(run.group_size == 1 for run in runs) else "pld")
+        accountants = ["rdp"] if all(run.group_size == 1 for run in runs) else ["pld"]
+        if len(runs) > 1 and all(run.has_settled(later) for run, later in pairwise(self.runs)):
+            accountants = [*accountants, "pld"]
+        return min((composed_epsilon(runs, delta, name, grid_scale), name) for name in accountants)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return it as JSON has it."""
@@ -239,7 +262,7 @@ def _digests(parameters: Iterable[torch.Tensor]) -> list[str]:
 
 
 def _first_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a tensor in pieces, return that of the main process, which alone asks; where it is short, the whole."""
+    """Return the main process's piece of a tensor in pieces, as it alone asks; where that is short, the whole."""
     if not isinstance(tensor, DTensor):
         return tensor
     rows = -(-tensor.shape[0] // tensor.device_mesh.size())

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 
 # Lists of these are blocks themselves, not lists of blocks.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -74,7 +74,7 @@ def sharding_groups(model: nn.Module, block_classes: Collection[str] = ()) -> li
 
 
 def _uses(model: nn.Module) -> dict[int, set[int]]:
-    """For each parameter the modules that hold it."""
+    """List, for each parameter, the modules that hold it."""
     uses: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

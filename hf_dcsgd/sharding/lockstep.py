@@ -58,9 +58,15 @@ class NotedAllGather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        """Gather the pieces of all ranks."""
+        """Gather the pieces of all ranks; `LockstepError` where one of them does not take part."""
         self._log.note(self._name)
-        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        try:
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        except RuntimeError as error:
+            raise LockstepError(
+                f"not all ranks came to gather the weights of {self._name or 'the model'}: one has ended, or runs the "
+                "model a different number of times. Of a step under way nothing is released, and it is charged"
+            ) from error
 
 
 class Gate:

@@ -87,12 +87,12 @@ class ShardedStep(PrivateStep):
         self._sharded.gate.is_closed = True
 
     def leave_out_unread(self, batch: Batch) -> None:
-        """As for any step; a forward that failed in it leaves nothing gathered."""
+        """Do as any step does; a forward that failed in it leaves nothing gathered."""
         super().leave_out_unread(batch)
         self._sharded.reset()
 
     def randomness(self) -> AbstractContextManager[None]:
-        """As for any step; before training, the same numbers on all ranks."""
+        """Do as any step does; before training, with the same numbers on all ranks."""
         if self.mechanism is None and not self._is_seeded:
             return private_randomness(self.device, self._common.getrandbits(62))
         return super().randomness()

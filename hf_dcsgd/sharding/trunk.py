@@ -2,8 +2,8 @@
 
 **Guarantee.** While a block runs, forwards or backwards, its frozen parameters are whole and have, bit by bit, the
 numbers that the main process had at the start; so norms and clipped sums of a rank's own examples are those of plain
-data parallelism. Trained parameters are never in pieces, no gradient of theirs is summed here, and outside of a
-pass nothing is whole.
+data parallelism. Trained parameters are never in pieces, and no gradient of theirs is summed here. One block at a time
+is whole, beside what belongs to no block, and outside of a pass nothing is.
 
 FSDP2 (`fully_shard`) keeps, gathers and frees the pieces. It is given frozen parameters only, so that it has no
 gradient to reduce.
@@ -29,17 +29,15 @@ from hf_dcsgd.sharding.lockstep import Gate, GatherLog, Lockstep, NotedAllGather
 class ShardedTrunk:
     """Shards the frozen parameters of a model in place, over all ranks; a collective call.
 
-    Every rank gets the weights of the main process, block by block: on the others they may be zeros, as transformers
-    leaves them there with `cpu_ram_efficient_loading`. What is trained, and buffers, come from the main process, too.
+    Every rank gets the weights of the main process, block by block: on the others they may be on the meta device, or
+    zeros, as transformers leaves them there with `cpu_ram_efficient_loading`. What is trained, and buffers, come from
+    the main process, too.
 
     Args:
         model: The model, with the layers to train selected; on the CPU, or on `device`.
         device: Where it is to run.
         block_classes: Names of classes that are sharded as one; by default the entries of lists of modules.
         timeout: How long a rank waits for the others.
-
-    Attributes `frozen_bytes`, `block_bytes` and `rest_bytes` are the sizes of all that is in pieces, of its largest
-    group, and of the group that is gathered while the whole model runs.
     """
 
     def __init__(
@@ -58,10 +56,6 @@ class ShardedTrunk:
         self.log = GatherLog()
         self.lockstep = Lockstep(self.log, device, timeout)
         self.gate = Gate()
-        self.names = [group.name or "the rest" for group in groups]
-        self.frozen_bytes = sum(group.nbytes for group in groups)
-        self.block_bytes = max((group.nbytes for group in groups[:-1]), default=0)
-        self.rest_bytes = groups[-1].nbytes
         mesh = DeviceMesh.from_group(distributed.new_group(timeout=timeout), device.type)
         sharded = {id(p) for group in groups for p in group.parameters.values()}
         whole = [p for p in model.parameters() if id(p) not in sharded]
@@ -70,6 +64,7 @@ class ShardedTrunk:
             _take_from_main_process(list(group.parameters.values()), device)
             _shard(group, mesh, self.log)
             group.module.register_forward_pre_hook(self.gate.check, prepend=True)
+            group.parameters.clear()  # nothing else holds the whole tensors: they go before the next ones come
         self._sharded_modules: list[Any] = [group.module for group in groups]
         model.register_load_state_dict_pre_hook(_cut_loaded_weights)
 
@@ -78,10 +73,6 @@ class ShardedTrunk:
         if not getattr(self.model, "_is_accelerate_prepared", False):
             accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
             self.model._is_accelerate_prepared = True  # type: ignore[assignment]
-
-    def held_bytes(self) -> int:
-        """Bytes of parameters that this rank holds now: its pieces, what is trained, and what was gathered."""
-        return sum(t.numel() * t.element_size() for p in self.model.parameters() for t in [held_part(p)])
 
     def reset(self) -> None:
         """Start anew after a pass that broke off in the middle, on all ranks alike."""
@@ -92,14 +83,6 @@ class ShardedTrunk:
         """Free what a pass left whole, if it did."""
         for module in self._sharded_modules:
             module.reshard()
-
-
-def held_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            return tensor.to_local()
-    return tensor
 
 
 def has_pieces(module: nn.Module) -> bool:
@@ -120,11 +103,17 @@ def require_no_gradient_hooks(model: nn.Module) -> None:
 
 def _take_from_main_process(tensors: list[Tensor], device: torch.device) -> None:
     """Move tensors to the device, with the numbers that the main process has; whatever the others had is lost."""
+    is_main_process = distributed.get_rank() == 0
     for tensor in tensors:
-        data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+        # New memory on the others: theirs may be a file that is mapped, which writing would make resident.
+        data = tensor.detach().to(device) if is_main_process else torch.empty_like(tensor, device=device)
         data = data.contiguous()
         distributed.broadcast(data, src=0)
-        tensor.data = data
+        if tensor.is_meta:
+            whole = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+            torch.utils.swap_tensors(tensor, whole)
+        else:
+            tensor.data = data
 
 
 def _shard(group: Group, mesh: DeviceMesh, log: GatherLog) -> None:
@@ -136,6 +125,8 @@ def _shard(group: Group, mesh: DeviceMesh, log: GatherLog) -> None:
     # True for the whole model, too: by default, an evaluation would leave its weights whole.
     sharded = fully_shard(group.module, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
     sharded.set_custom_all_gather(NotedAllGather(group.name, log))  # type: ignore[arg-type]
+    # By default the next group would be fetched ahead in a backward pass. The group itself is whole by then.
+    sharded.set_modules_to_backward_prefetch([sharded])
     _keep_class_name(group.module)
     _refuse_writes(group, holders)
 
@@ -152,6 +143,7 @@ def _refuse_writes(group: Group, holders: list[tuple[nn.Module, str]]) -> None:
     The write is lost when they are freed, so that nobody would see it later; until then it mixes examples.
     """
     versions: list[tuple[Tensor, int]] = []
+    name = group.name or "the model"
 
     def before(module: nn.Module, args: Any) -> None:
         gathered = [owner._parameters[key] for owner, key in holders]
@@ -162,7 +154,7 @@ def _refuse_writes(group: Group, holders: list[tuple[nn.Module, str]]) -> None:
         versions.clear()
         if written:
             raise UnsupportedModelError(
-                f"the forward of {group.name or 'the model'} ({type(module).__name__}) writes into its frozen "
+                f"the forward of {name} ({type(module).__name__}) writes into its frozen "
                 "weights, which then depend on private examples"
             )
 

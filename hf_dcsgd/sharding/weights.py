@@ -9,7 +9,7 @@ from typing import Any
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 
 
 @contextmanager

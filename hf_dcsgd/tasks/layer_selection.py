@@ -161,7 +161,7 @@ def _selection(model: nn.Module, entry: str, names: dict[int, list[str]]) -> set
 
 
 def _without_lora_a(model: nn.Module) -> set[str]:
-    """What peft's LoRA trains, but for A: noise on both factors of B·A would be multiplied (Sun et al., 2024)."""
+    """Select what peft's LoRA trains but A: noise on both factors of B·A would be multiplied (Sun et al., 2024)."""
     names = dict(model.named_parameters())
     if not any(_LORA_A.search(name) for name in names):
         raise ValueError("trainable_layers='ffa_lora' needs a model with LoRA adapters of peft, got none")

@@ -19,10 +19,9 @@ Auxiliary losses that some models add when they see labels (expert balancing) ar
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,95 +30,14 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import find_labels
 
 from hf_dcsgd.tasks.dense_losses import ctc_losses, segmentation_losses
-from hf_dcsgd.tasks.no_loss import why_no_loss
+from hf_dcsgd.tasks.loss_kind import Labels, is_seq2seq_lm, loss_kind, unwrapped_model
 
-LossKind: TypeAlias = Literal[
-    "single_label_classification",
-    "multi_label_classification",
-    "regression",
-    "token_classification",
-    "masked_lm",
-    "causal_lm",
-    "seq2seq_lm",
-    "question_answering",
-    "multiple_choice",
-    "ctc",
-    "semantic_segmentation",
-]
-LOSS_KINDS: tuple[LossKind, ...] = get_args(LossKind)
-Labels: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 
 IGNORE_INDEX = -100
 QA_LABELS = ("start_positions", "end_positions")
 _ONE_CLASS_PER_EXAMPLE = ("single_label_classification", "multiple_choice")
 _SMOOTHABLE = (*_ONE_CLASS_PER_EXAMPLE, "token_classification", "masked_lm", "causal_lm", "seq2seq_lm")
-
-# The first pattern found in a class's name decides; "classification" is refined by the config and the labels.
-_KIND_BY_CLASS_NAME: tuple[tuple[str, str], ...] = (
-    # These do not compute the usual loss of their kind: no shift, n-gram targets, a teacher. The user must say.
-    (r"^(Bart|BigBirdPegasus|Blenderbot|BlenderbotSmall|MBart|Marian|Musicgen|MusicgenMelody)ForCausalLM$", "unusual"),
-    (
-        r"^(CpmAnt|Mvp|PLBart|Pegasus|TrOCR|Whisper)ForCausalLM$|^ProphetNetFor|^(XLM|Flaubert)WithLMHead",
-        "unusual",
-    ),
-    (r"ImageClassificationWithTeacher$", "unusual"),
-    (r"For(Sequence|Image|Video|Audio)Classification|ForNextSentencePrediction$", "classification"),
-    (r"ForTokenClassification$", "token_classification"),
-    (r"ForQuestionAnswering(Simple)?$", "question_answering"),
-    (r"ForMultipleChoice$", "multiple_choice"),
-    (r"ForCTC$", "ctc"),
-    (r"^(Segformer|DPT|MobileViT|MobileViTV2|MobileNetV2)ForSemanticSegmentation$", "semantic_segmentation"),
-    (r"ForMaskedLM$|^XLNetLMHeadModel$", "masked_lm"),
-    (r"ForCausalLM$|LMHeadModel$|ModelWithLMHead$", "causal_lm"),
-    (r"ForConditionalGeneration$|MTModel$|EncoderDecoderModel$", "seq2seq_lm"),
-)
-
-
-def unwrapped_model(model: nn.Module) -> nn.Module:
-    """The model under data-parallel, compile and peft wrappers: the one whose class says what it is for."""
-    while True:
-        inner: Any = None
-        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        elif "_orig_mod" in model._modules:
-            inner = model._modules["_orig_mod"]
-        elif callable(base_model := getattr(model, "get_base_model", None)):
-            inner = base_model()
-        if inner is None:
-            return model
-        model = inner
-
-
-def loss_kind(model: nn.Module, labels: Labels | None = None, logits: Tensor | None = None) -> LossKind:
-    """The kind of loss, from the class of a transformers model and its config, or from shapes for other modules.
-
-    For classifiers without `config.problem_type` the rule is that of transformers: one label is regression, integer
-    labels are single-label, float labels multi-label. Without `labels`, integer labels are assumed. Unlike
-    transformers, the config is not written to. Modules from elsewhere need `labels` and `logits`.
-    """
-    model = unwrapped_model(model)
-    if not isinstance(model, PreTrainedModel):
-        return _kind_from_shapes(model, labels, logits)
-    kind = _kind_from_class(type(model))
-    if kind == "classification":
-        return _classification_kind(model.config.problem_type, model.config.num_labels or 0, labels)
-    # A decoder-only ForConditionalGeneration (images to text and the like) is not a seq2seq model.
-    if kind in LOSS_KINDS and (kind != "seq2seq_lm" or model.config.is_encoder_decoder):
-        return kind
-    reason = why_no_loss(type(model))
-    if reason is not None:
-        raise ValueError(f"{type(model).__name__} cannot be trained privately by its own loss: {reason}")
-    raise ValueError(
-        f"no per-example loss is known for {type(model).__name__}; pass a function of (outputs, labels) that returns "
-        f"one loss per example. Known kinds: {', '.join(LOSS_KINDS)}"
-    )
-
-
-def is_multiple_choice(model: nn.Module) -> bool:
-    """Whether a model takes examples of several rows, (n, choices, …), and compares these."""
-    base = unwrapped_model(model)
-    return isinstance(base, PreTrainedModel) and _kind_from_class(type(base)) == "multiple_choice"
 
 
 def per_example_losses(
@@ -130,7 +48,7 @@ def per_example_losses(
     label_smoothing: float = 0.0,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
-    """Per-example losses, shape (n,), fp32; see the module's guarantee.
+    """Compute the loss of each example, shape (n,), fp32; see the module's guarantee.
 
     `outputs` come from a forward without labels: anything with `.logits` (or a "logits" key), a tuple that starts with
     the logits, or the logits themselves. Losses over tokens are means over the example's own counted tokens.
@@ -172,7 +90,7 @@ def per_example_losses(
 
 
 def checked_user_losses(loss_function: LossFunction, outputs: Any, labels: Any, batch_size: int) -> Tensor:
-    """`loss_function(outputs, labels)` as fp32, after checking that it is one differentiable loss per example.
+    """Return `loss_function(outputs, labels)` as fp32; it must be one differentiable loss per example.
 
     What cannot be seen from one call, namely whether entry i depends on other examples, is left to
     `checks/preflight.py`.
@@ -202,7 +120,7 @@ def checked_user_losses(loss_function: LossFunction, outputs: Any, labels: Any, 
 def split_labels(
     model: nn.Module, inputs: Mapping[str, Any], label_names: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], Any]:
-    """A collated batch as (inputs without labels, labels), so that the forward computes no loss over the batch.
+    """Split a batch into inputs without labels, and labels, so that the forward computes no loss over the batch.
 
     Label names are `label_names` or those in the signature of the model's forward ("labels" if it has none). The
     labels are returned as a tensor if the batch holds one label entry, else as a dict. Seq2seq models get the
@@ -216,61 +134,16 @@ def split_labels(
         raise ValueError(f"expected a label entry ({' or '.join(names)}) in the batch, got {', '.join(inputs)}")
     labels: Any = next(iter(found.values())) if len(found) == 1 else found
     has_decoder_inputs = any(inputs.get(key) is not None for key in ("decoder_input_ids", "decoder_inputs_embeds"))
-    is_seq2seq_lm = isinstance(base, PreTrainedModel) and base.config.is_encoder_decoder and _predicts_text(base)
-    if is_seq2seq_lm and not has_decoder_inputs:
+    if is_seq2seq_lm(base) and not has_decoder_inputs:
         model_inputs["decoder_input_ids"] = _decoder_input_ids(base, labels)
     return model_inputs, labels
-
-
-# --- the kind --------------------------------------------------------------------------------------------------------
-
-
-def _kind_from_class(model_class: type) -> str | None:
-    """By the nearest ancestor with a telling name: users subclass a model under names of their own."""
-    for ancestor in model_class.__mro__:
-        for pattern, kind in _KIND_BY_CLASS_NAME:
-            if re.search(pattern, ancestor.__name__):
-                return kind
-    return None
-
-
-def _predicts_text(model: nn.Module) -> bool:
-    return _kind_from_class(type(model)) == "seq2seq_lm"
-
-
-def _classification_kind(problem_type: str | None, num_labels: int, labels: Labels | None) -> LossKind:
-    if problem_type is not None:
-        known = ("single_label_classification", "multi_label_classification", "regression")
-        if problem_type not in known:
-            raise ValueError(f"expected config.problem_type to be one of {', '.join(known)}, got {problem_type!r}")
-        return problem_type  # type: ignore[return-value]
-    if num_labels == 1:
-        return "regression"
-    is_float = isinstance(labels, Tensor) and labels.is_floating_point()
-    return "multi_label_classification" if is_float else "single_label_classification"
-
-
-def _kind_from_shapes(model: nn.Module, labels: Labels | None, logits: Tensor | None) -> LossKind:
-    if isinstance(labels, Tensor) and isinstance(logits, Tensor) and logits.ndim and labels.ndim:
-        one_per_example = labels.numel() == len(labels) == len(logits)
-        if logits.ndim <= 2 and (one_per_example or labels.shape == logits.shape):
-            kind = _classification_kind(None, 1 if logits.ndim == 1 else logits.shape[-1], labels)
-            if kind != "multi_label_classification" or labels.shape == logits.shape:
-                return kind
-        if not labels.is_floating_point() and logits.ndim == 3 and labels.shape == logits.shape[:2]:
-            return "token_classification"
-    shapes = [f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__ for x in (logits, labels)]
-    raise ValueError(
-        f"cannot tell the loss of {type(model).__name__} from logits {shapes[0]} and labels {shapes[1]}; pass a "
-        "function of (outputs, labels) that returns one loss per example"
-    )
 
 
 # --- the losses ------------------------------------------------------------------------------------------------------
 
 
 def _cross_entropies(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Of logits (m, classes) and labels (m,), not reduced; 0 where the label is -100."""
+    """Compare logits (m, classes) with labels (m,), not reduced; 0 where the label is -100."""
     classes = logits.shape[-1]
     if labels.is_floating_point():
         raise TypeError(f"expected integer class labels, got {labels.dtype}")
@@ -304,7 +177,7 @@ def _regression_losses(logits: Tensor, labels: Tensor) -> Tensor:
 def _question_answering_losses(
     start_logits: Tensor, end_logits: Tensor, start: Tensor, end: Tensor, attention_mask: Tensor | None
 ) -> Tensor:
-    """Mean of the two cross entropies; an answer beyond the input counts for nothing, as in transformers."""
+    """Average the two cross entropies; an answer beyond the input counts for nothing, as in transformers."""
     length = start_logits.shape[1]
     padding = None
     if attention_mask is not None and attention_mask.shape == start_logits.shape:
@@ -332,7 +205,7 @@ def _answer_positions(labels: Labels) -> tuple[Tensor, Tensor]:
 
 
 def _matching(labels: Tensor, shape: torch.Size) -> Tensor:
-    """Labels in the wanted shape, up to axes of size one."""
+    """Return labels in the wanted shape, up to axes of size one."""
     if [size for size in labels.shape[1:] if size != 1] != [size for size in shape[1:] if size != 1]:
         raise ValueError(f"expected labels of shape {tuple(shape)} to go with the outputs, got {tuple(labels.shape)}")
     if labels.shape[:1] != shape[:1]:
@@ -344,7 +217,7 @@ def _matching(labels: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _output(outputs: Any, name: str, position: int) -> Tensor:
-    """The named tensor of a model's outputs, however the model returns them."""
+    """Find the named tensor in a model's outputs, however the model returns them."""
     if isinstance(outputs, Mapping):
         value = outputs.get(name)
     elif isinstance(outputs, tuple | list):
@@ -358,7 +231,7 @@ def _output(outputs: Any, name: str, position: int) -> Tensor:
 
 
 def _virtual_tokens(model: nn.Module, logits: Tensor, labels: Tensor) -> int:
-    """How many tokens peft's prompt tuning has put in front of every row: they have outputs, and no labels."""
+    """Count the tokens that peft's prompt tuning has put in front of every row: they have outputs, and no labels."""
     config: Any = getattr(model, "active_peft_config", None)
     count = config.num_virtual_tokens if getattr(config, "is_prompt_learning", False) else 0
     return count if logits.shape[1] == labels.shape[-1] + count else 0  # prefix tuning has its own in the cache

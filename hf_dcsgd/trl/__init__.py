@@ -8,7 +8,15 @@ try:
 except ImportError as error:
     raise ImportError("hf_dcsgd.trl needs the package trl: pip install 'hf-dcsgd[trl]'") from error
 
-from hf_dcsgd.trl.arguments import DCSGDSFTConfig
+from hf_dcsgd.trl.arguments import DCSGDDPOConfig, DCSGDRewardConfig, DCSGDSFTConfig
+from hf_dcsgd.trl.preference import DCSGDDPOTrainer, DCSGDRewardTrainer
 from hf_dcsgd.trl.sft import DCSGDSFTTrainer
 
-__all__ = ["DCSGDSFTConfig", "DCSGDSFTTrainer"]
+__all__ = [
+    "DCSGDDPOConfig",
+    "DCSGDDPOTrainer",
+    "DCSGDRewardConfig",
+    "DCSGDRewardTrainer",
+    "DCSGDSFTConfig",
+    "DCSGDSFTTrainer",
+]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from hf_dcsgd.checks.trainer_inputs import validate_inputs
+from hf_dcsgd.checks.trainer_inputs import require_arguments, validate_inputs
 from hf_dcsgd.trainer import DCSGDTrainer
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
@@ -37,10 +37,7 @@ class Bridge(DCSGDTrainer if TYPE_CHECKING else object):  # type: ignore[misc]
     config_class: ClassVar[type[DCSGDTrainingArguments]]
 
     def __init__(self, model: Any, args: Any, **named: Any) -> None:
-        if not isinstance(args, self.config_class):
-            wanted = self.config_class.__name__
-            raise TypeError(f"expected args to be {wanted}, got {type(args).__name__}: nothing would be private")
-        args.check()  # a script may have set them one by one
+        require_arguments(args, self.config_class).check()  # a script may have set them one by one
         # Before TRL loads a model and prepares data.
         collate, data, loss = (named.get(name) for name in ("data_collator", "train_dataset", "compute_loss_func"))
         validate_inputs(None, 0.0, collate, data, loss, per_example_loss_func=None, rows_per_example=1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dcsgd.tasks.layer_selection import block_list
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import unwrapped_model
 
 # The entry of a stack that holds the hidden states at the cut.
 TRUNK_ENTRY = "trunk_hidden_states"
@@ -105,7 +105,7 @@ class FrozenTrunk:
 
     @contextmanager
     def feed(self, hidden_states: Tensor) -> Iterator[None]:
-        """Within the block, the model passes over its frozen blocks and goes on from these hidden states."""
+        """Have the model pass over its frozen blocks within a block of code, and go on from these hidden states."""
 
         def last(*args: Any, **kwargs: Any) -> Any:
             return self._as_output(hidden_states.to(self._dtype))

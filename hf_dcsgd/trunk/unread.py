@@ -1,22 +1,29 @@
-"""Leave out what nothing reads: positions of the last block behind its attention.
+"""Leave out what nothing reads: positions of the last block behind its attention, and of a language model's logits.
 
 Classifiers of BERT's kind read the first position of the last block alone. Behind its attention a block treats each
 position by itself, so that the others need not be computed there at all. Losses, gradients and norms stay what they
 are, at about a third of the block's cost; `reads_first_position` sees to it on rows before this is used.
+
+A causal language model that learns completions has no loss at the prompts in front of them. Their logits, which for a
+small model and a large vocabulary are most of a step, are not computed (`without_unread_logits`).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_dcsgd.data.rows import LENGTH_MULTIPLE, Batch
 from hf_dcsgd.ghost import BatchCouplingError, UnsupportedModelError
 from hf_dcsgd.tasks.layer_selection import block_list
-from hf_dcsgd.tasks.losses import unwrapped_model
+from hf_dcsgd.tasks.loss_kind import loss_kind, unwrapped_model
+from hf_dcsgd.tasks.losses import IGNORE_INDEX
 
 # The first module behind the attention of a block that is given each position by itself, with what is added to it.
 _BEHIND_ATTENTION = ("attention.output", "attention.LayerNorm", "sa_layer_norm")
@@ -42,7 +49,7 @@ class FirstPosition:
 
     @contextmanager
     def only(self) -> Iterator[None]:
-        """Within the block, forwards go on from the first position alone."""
+        """Have forwards go on from the first position alone within a block."""
 
         def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(arg[:, :1] if isinstance(arg, Tensor) and arg.dim() == 3 else arg for arg in args)
@@ -55,7 +62,7 @@ class FirstPosition:
 
 
 def reads_first_position(first: FirstPosition, results: Callable[[], Results], tolerance: float) -> bool:
-    """Whether losses and norms, as `results` computes them, are the same without the other positions."""
+    """Tell whether losses and norms, as `results` computes them, are the same without the other positions."""
     expected = results()
     try:
         with first.only():
@@ -66,3 +73,32 @@ def reads_first_position(first: FirstPosition, results: Callable[[], Results], t
         torch.allclose(one, other, rtol=tolerance, atol=0.1 * tolerance * float(other.abs().max()))
         for one, other in zip(found, expected, strict=True)
     )
+
+
+# The argument of transformers' causal language models that says how many logits are computed, from the end.
+_LOGITS_TO_KEEP = "logits_to_keep"
+
+
+def can_leave_out_logits(model: nn.Module) -> bool:
+    """Tell whether a model is a causal language model that computes the last of its logits alone, if asked to."""
+    base = unwrapped_model(model)
+    if not isinstance(base, PreTrainedModel) or _LOGITS_TO_KEEP not in inspect.signature(base.forward).parameters:
+        return False
+    try:
+        return loss_kind(base) == "causal_lm"
+    except ValueError:
+        return False
+
+
+def without_unread_logits(inputs: Batch, labels: Any) -> tuple[Batch, Any]:
+    """Ask such a model for the logits that a loss over these labels (n, T) reads, and return the labels of these.
+
+    Counted from the end, and rounded up, so that there are few shapes.
+    """
+    ids = inputs.get("input_ids")
+    if ids is None or not isinstance(labels, Tensor) or labels.shape != ids.shape or _LOGITS_TO_KEEP in inputs:
+        return inputs, labels
+    learned = (labels[:, 1:] != IGNORE_INDEX).any(dim=0)  # a token is predicted from the position before it
+    count = len(learned) - int(learned.int().argmax()) + 1 if learned.any() else 1
+    count = min(labels.shape[1], -(-count // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
+    return {**inputs, _LOGITS_TO_KEEP: count}, labels[:, -count:]

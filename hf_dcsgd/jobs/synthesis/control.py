@@ -32,6 +32,7 @@ from hf_dcsgd.runs.spending import Spending, SpentRun
 
 SHARES_FILENAME = "control_shares.json"
 _MOST_CELLS = 1000
+_GRID_SCALE = 10.0  # a wider grid than that of reports is quicker, and errs on the side of more noise
 Cell = tuple[str, ...]
 
 
@@ -153,10 +154,13 @@ def count_plan(plan: PrivacyPlan, cells: int, noise_multiplier: float) -> Privac
     )
 
 
-def release_shares(places: np.ndarray, owners: Sequence[Any] | None, plan: PrivacyPlan, folder: Path) -> Shares:
+def release_shares(
+    places: np.ndarray, owners: Sequence[Any] | None, plan: PrivacyPlan, training: SpentRun, folder: Path
+) -> Shares:
     """Count the cells with noise, charged to the ledger in `folder`; a unit of several rows counts as one in all.
 
-    `owners` are the units of the rows, where these are not units themselves.
+    `owners` are the units of the rows, where these are not units themselves. `training` is the run after it, with
+    all of its steps: only if it is carried out so, ε of both is computed as for one plan.
     """
     units = np.arange(len(places)) if owners is None else np.unique(np.asarray(owners), return_inverse=True)[1]
     (unit_of, cell_of), rows = np.unique(np.stack([units, places]), axis=1, return_counts=True)
@@ -173,17 +177,26 @@ def release_shares(places: np.ndarray, owners: Sequence[Any] | None, plan: Priva
         mechanism.close()
     kept = noisy_counts.double().clamp(min=0).numpy()
     shares = kept / kept.sum() if kept.sum() > 0 else np.full(len(kept), 1 / len(kept))
-    return Shares(NOISED, tuple(map(float, shares)), SpentRun.of(plan, mechanism.charged, ledger.run_id))
+    return Shares(NOISED, tuple(map(float, shares)), counted_run(plan, training, mechanism.charged, ledger.run_id))
+
+
+def counted_run(plan: PrivacyPlan, training: SpentRun, charged: int = 1, run_id: str | None = None) -> SpentRun:
+    """Describe a count of labels as a run, before which the training after it was settled."""
+    settled = (training.noise_multiplier, training.sampling_rate, training.charged)
+    return replace(SpentRun.of(plan, charged, run_id), settles_next=settled)
 
 
 def noise_within(plan: PrivacyPlan, counted: PrivacyPlan, epsilon: float) -> float:
     """Return σ for a training run so that it costs at most ε together with the count of labels, as reports add up."""
 
     def total(sigma: float) -> float:
-        training = replace(SpentRun.of(plan, plan.steps, "training"), noise_multiplier=sigma)
-        return Spending((SpentRun.of(counted, 1, "labels"), training)).epsilon(plan.delta)
+        training = replace(SpentRun.of(plan, plan.steps, None), noise_multiplier=sigma)
+        return Spending((counted_run(counted, training), training)).bound(plan.delta, _GRID_SCALE)[0]
 
-    sigma = smallest_noise_multiplier(total, epsilon, guess=plan.noise_multiplier, factor=1.1)
+    alone = Spending((SpentRun.of(counted, 1, None),)).epsilon(plan.delta)
+    sigma = None
+    if alone < epsilon:
+        sigma = smallest_noise_multiplier(total, epsilon, guess=plan.noise_multiplier, factor=1.1)
     if sigma is None:
         raise UserError(
             f"--label_noise_multiplier {counted.noise_multiplier:g}: the count of labels alone takes the whole of "

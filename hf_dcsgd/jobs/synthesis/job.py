@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from hf_dcsgd.jobs.arguments import JobParser
 from hf_dcsgd.jobs.errors import UserError, exit_code_of
 from hf_dcsgd.jobs.language_arguments import LanguageDataArguments, LanguageModelArguments
-from hf_dcsgd.jobs.language_data import PROMPT, Columns, RowFormat, tokenized
+from hf_dcsgd.jobs.language_data import PROMPT, Columns, RowFormat, tokenized, use_end_token
 from hf_dcsgd.jobs.language_modeling import build_trainer
 from hf_dcsgd.jobs.models import load_pretrained
 from hf_dcsgd.jobs.synthesis.arguments import NOISED, SynthesisArguments
@@ -46,7 +48,8 @@ from hf_dcsgd.jobs.training import checkpoint_to_resume, look_ahead, publish, se
 from hf_dcsgd.reporting.report import build_report
 from hf_dcsgd.reporting.schema import Guarantee
 from hf_dcsgd.runs.files import as_json
-from hf_dcsgd.runs.spending import Spending, add_spending
+from hf_dcsgd.runs.processes import from_main_process, on_main_process
+from hf_dcsgd.runs.spending import Spending, SpentRun, add_spending
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 EVALUATION_FILENAME = "private_evaluation.json"
@@ -72,13 +75,14 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     _prepare(args, training_args)
     checkpoint = checkpoint_to_resume(training_args, new_run=args.new_run)
     folder, public_name = Path(str(training_args.output_dir)), model_args.model_name_or_path
-    rows = _limited(read_file(args.train_file, model_args.cache_dir), args.max_train_samples)
+    rows = args.limited(read_file(args.train_file, model_args.cache_dir), "train")
     controls = Controls.of(rows, args)
     if training_args.privacy_unit is not None:
         require_owners(rows, training_args.privacy_unit)
     if args.sample_only:
         model_args.model_name_or_path = str(folder)
     tokenizer, model = load_pretrained(model_args, AutoModelForCausalLM, "CAUSAL_LM")
+    use_end_token(tokenizer, args)
     row_format = RowFormat(tokenizer, Columns(PROMPT, (_PREFIX, _TEXT)))
     if args.sample_only:
         shares = Shares.load(folder) or stated_shares(args.label_shares, controls)
@@ -106,7 +110,7 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     path = write_dataset(sampled, controls, shares, report, folder / DATASET_FOLDER, args.output_format)
     print(f"synthetic rows: {path} ({len(sampled.rows):,} rows)")
     if args.validation_file is not None:
-        held_out = _limited(read_file(args.validation_file, model_args.cache_dir), args.max_eval_samples)
+        held_out = args.limited(read_file(args.validation_file, model_args.cache_dir), "validation")
         encoder = Encoder.load(args.evaluation_model or public_name, args.max_seq_length)
         _evaluate(sampled, rows, held_out, controls, report["guarantee"], encoder, training_args)
     return sampled
@@ -118,10 +122,6 @@ def _prepare(args: SynthesisArguments, training_args: DCSGDTrainingArguments) ->
     training_args.do_train = not args.sample_only
     training_args.do_predict = True
     set_up(training_args)
-
-
-def _limited(rows: Dataset, limit: int | None) -> Dataset:
-    return rows if limit is None else rows.select(range(min(limit, len(rows))))
 
 
 def _tokenized(
@@ -143,23 +143,25 @@ def _tokenized(
 def _shares(controls: Controls, rows: Dataset, args: SynthesisArguments, trainer: Any, *, resumed: bool) -> Shares:
     """Settle how often each cell is asked for. Counted with noise, it is paid out of the budget of the training."""
     training_args, folder = trainer.args, Path(str(trainer.args.output_dir))
-    places = controls.places(rows, "training")
-    counted = sigma = None
+    places, unit = controls.places(rows, "training"), training_args.privacy_unit
+    settle: Callable[[], Shares | None] = partial(Shares.load, folder)
+    sigma = None
     if args.label_shares == NOISED:
         counted = count_plan(trainer.plan, len(controls.cells), args.label_noise_multiplier)
+        training = SpentRun.of(trainer.plan, trainer.plan.steps, None)
         if training_args.target_epsilon is not None:
             sigma = noise_within(trainer.plan, counted, training_args.target_epsilon)
-    if resumed:
-        known = Shares.load(folder)
-        if known is None:
-            raise UserError(f"{folder / SHARES_FILENAME} is missing: the run in {folder} cannot be gone on with")
-        shares = known
-    elif counted is not None:
-        unit = training_args.privacy_unit
-        shares = release_shares(places, None if unit is None else rows[unit], counted, folder)
-    else:
-        shares = stated_shares(args.label_shares, controls)
-    shares.save(folder)
+            training = replace(training, noise_multiplier=sigma)
+        if not resumed:
+            owners = None if unit is None else rows[unit]
+            settle = partial(release_shares, places, owners, counted, training, folder)
+    elif not resumed:
+        stated = stated_shares(args.label_shares, controls)
+        settle = lambda: stated  # noqa: E731
+    shares = from_main_process(settle)  # counted once, whatever the number of processes
+    if shares is None:
+        raise UserError(f"{folder / SHARES_FILENAME} is missing: the run in {folder} cannot be gone on with")
+    on_main_process(partial(shares.save, folder))
     if sigma is not None:
         training_args.target_epsilon, training_args.noise_multiplier = None, sigma
     if shares.spent is not None:
