@@ -8,11 +8,12 @@ import mpmath
 import numpy as np
 import pytest
 from absl import logging as absl_logging
-from dp_accounting import rdp
+from dp_accounting import pld, rdp
 
 from hf_dcsgd.privacy import accountants
 from hf_dcsgd.privacy.accountants import (
     RDP_ORDERS,
+    common_interval,
     pld_epsilon,
     pld_interval,
     rdp_epsilon,
@@ -178,6 +179,52 @@ def test_a_coarser_grid_only_adds():
     event = AccountedRun(2.0, 0.05, 200).event
     fine, coarse = (pld_epsilon(event, 1e-5, grid_scale=scale) for scale in (1, 10))
     assert fine <= coarse <= fine * 1.01
+
+
+MIXES = {
+    "one huge loss beside tiny ones": [AccountedRun(0.1, 1.0, 1), AccountedRun(3000.0, 0.01, 1000)],
+    "many huge losses": [AccountedRun(0.05, 0.1, 10_000), AccountedRun(2000.0, 0.5, 10)],
+}
+
+
+@pytest.mark.parametrize("runs", MIXES.values(), ids=MIXES)
+def test_a_mix_of_huge_and_tiny_losses_fits_into_memory(runs, monkeypatch):
+    """With the finest grid of all parts, the first would have 4e8 points for one step."""
+    sizes, original = [], pld.PLDAccountant.get_epsilon
+
+    def get_epsilon(self, delta):
+        sizes.extend(pmf.size for pmf in (self._pld._pmf_remove, self._pld._pmf_add))
+        return original(self, delta)
+
+    monkeypatch.setattr(pld.PLDAccountant, "get_epsilon", get_epsilon)
+    whole = pld_epsilon(accountants.composed(*(run.event for run in runs)), 1e-5)
+    assert max(sizes) < 2e7
+    huge = pld_epsilon(runs[0].event, 1e-5)
+    assert huge <= whole <= huge * 1.001
+    assert whole <= rdp_epsilon(accountants.composed(*(run.event for run in runs)), 1e-5)
+
+
+@pytest.mark.parametrize("sigmas", [(0.1, 3000.0), (0.3, 0.4), (0.2, 40.0)])
+def test_gaussians_of_any_sizes_cost_what_one_gaussian_does(sigmas):
+    """Exact: the analytic Gaussian mechanism of dp_accounting, for which the order of magnitude plays no role."""
+    runs = [AccountedRun(sigmas[0], 1.0, 1), AccountedRun(sigmas[1], 1.0, 50)]
+    together = (sigmas[0] ** -2 + 50 * sigmas[1] ** -2) ** -0.5
+    exact = dp_accounting.get_epsilon_gaussian(together, 1e-5)
+    found = pld_epsilon(accountants.composed(*(run.event for run in runs)), 1e-5)
+    assert exact <= found <= exact * 1.001
+
+
+def test_sampled_mixes_agree_with_a_finer_grid_of_dp_accounting():
+    runs = [AccountedRun(0.25, 0.02, 3), AccountedRun(40.0, 0.2, 500)]
+    finer = pld.PLDAccountant(value_discretization_interval=2 * common_interval(_steps(runs)))
+    for event, count in _steps(runs):
+        finer.compose(event, count)
+    found = pld_epsilon(accountants.composed(*(run.event for run in runs)), 1e-5, grid_scale=8)
+    assert finer.get_epsilon(1e-5) <= found <= finer.get_epsilon(1e-5) * 1.001
+
+
+def _steps(runs):
+    return [(run.event.event, run.steps) for run in runs]
 
 
 # --- accountants of one's own ----------------------------------------------------------------------------------------

@@ -342,10 +342,15 @@ def test_of_a_run_in_both_the_later_state_counts() -> None:
     assert len((Spending((unnamed,)) | Spending((SpentRun.of(plan_of(), 2, None),))).runs) == 2
 
 
+def settled_pair() -> tuple[SpentRun, SpentRun]:
+    """A count of labels, and the training that was settled before it."""
+    training = SpentRun("b", "dc_sgd_p", 0.8, 0.05, 7, 1e-4, "pld", planned=7)
+    return SpentRun("a", "fixed", 10.0, 1.0, 1, 1e-4, "pld", planned=1, settles_next=training.whole), training
+
+
 def test_runs_settled_at_the_start_cost_the_smaller_of_two_bounds() -> None:
     """RDP and PLD of dp_accounting itself, for a count of labels and the training after it."""
-    count = SpentRun("a", "fixed", 10.0, 1.0, 1, 1e-4, "pld", settles_next=(0.8, 0.05, 7))
-    training = SpentRun("b", "dc_sgd_p", 0.8, 0.05, 7, 1e-4, "pld")
+    count, training = settled_pair()
     accountants = {"rdp": rdp.RdpAccountant(), "pld": pld.PLDAccountant(value_discretization_interval=1e-4)}
     for accountant in accountants.values():
         accountant.compose(dp_accounting.GaussianDpEvent(10.0))
@@ -361,15 +366,58 @@ def test_runs_settled_at_the_start_cost_the_smaller_of_two_bounds() -> None:
         (training, count),
         (count, training, replace(training, run_id="c")),
         (replace(count, settles_next=None), training),
-        # Set up anew after the count was read, or going on for longer than was settled.
-        (count, replace(training, noise_multiplier=0.9)),
-        (count, replace(training, sampling_rate=0.04)),
+        # Going on for longer than was settled, or than is known.
         (count, replace(training, charged=8)),
+        (count, replace(training, planned=None)),
+        (replace(count, planned=None), training),
     ):
         assert Spending(runs).bound(1e-4)[1] == "rdp"
     assert Spending((training, count)).epsilon(1e-4) == pytest.approx(expected["rdp"], rel=1e-2)
     # Where PLD has no bound, as for a δ below what it cuts off, RDP has.
     assert Spending((count, training)).bound(1e-300)[1] == "rdp"
+
+
+@pytest.mark.parametrize(
+    "anew",
+    [
+        {"noise_multiplier": 0.9},
+        {"noise_multiplier": 0.7},
+        {"sampling_rate": 0.04},
+        {"sampling_rate": 0.06},
+        {"charged": 3, "planned": 3},
+        {"charged": 3, "planned": 8},
+    ],
+)
+def test_a_training_set_up_after_its_counts_were_read_is_added_by_rdp(anew: dict[str, Any]) -> None:
+    """Also one of fewer steps, which looks like the settled one before its end."""
+    count, training = settled_pair()
+    other = replace(training, **anew)
+    found = Spending((count, other)).bound(1e-4)
+    assert found == (composed_epsilon([count.accounted, other.accounted], 1e-4, "rdp"), "rdp")
+
+
+def test_a_settled_training_that_ends_early_costs_what_was_settled_by_pld() -> None:
+    """The number of steps may follow from what was shown: PLD of fewer steps than were settled would be too small."""
+    count, training = settled_pair()
+    for charged in range(8):
+        epsilon, accountant = Spending((count, replace(training, charged=charged))).bound(1e-4)
+        taken = [count.accounted, training.accounted._replace(steps=charged)]
+        expected = {
+            "rdp": composed_epsilon(taken, 1e-4, "rdp"),
+            "pld": composed_epsilon([count.accounted, training.accounted], 1e-4, "pld"),
+        }
+        assert (epsilon, accountant) == min((value, name) for name, value in expected.items())
+
+
+def test_runs_on_groups_of_rows_are_added_up_one_by_one() -> None:
+    """Of groups PLD alone knows the cost, and its distributions do not add up for runs that others have led to."""
+    one = SpentRun("a", "fixed", 1.5, 0.1, 4, 1e-4, "pld", unit="who", group_size=2, planned=4)
+    other = replace(one, run_id="b", group_size=1)
+    runs, coarse = [one.accounted, other.accounted], 100.0
+    added = sum(composed_epsilon([run], 1e-4 / 2, "pld", coarse) for run in runs)
+    assert Spending((one, other)).bound(1e-4, coarse) == (added, "pld")
+    assert added > composed_epsilon(runs, 1e-4, "pld", coarse)
+    assert Spending((one,)).bound(1e-4, coarse) == (composed_epsilon(runs[:1], 1e-4, "pld", coarse), "pld")
 
 
 def test_the_page_lists_what_was_spent_before(tmp_path: Path) -> None:

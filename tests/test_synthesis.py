@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import sys
@@ -19,6 +20,7 @@ import torch
 import yaml
 from datasets import Dataset, load_dataset
 from tiny_language_model import save_tiny_llama
+from transformers import LlamaForCausalLM
 from worker_pool import WorkerPool
 
 from hf_dcsgd import cli
@@ -36,7 +38,7 @@ from hf_dcsgd.jobs.synthesis.control import (
     stated_shares,
 )
 from hf_dcsgd.jobs.synthesis.quality import Copies, compare_copies, compare_distributions
-from hf_dcsgd.jobs.synthesis.sampling import fault_of
+from hf_dcsgd.jobs.synthesis.sampling import Sampled, fault_of
 from hf_dcsgd.jobs.synthesis.utility import compare_classifiers
 from hf_dcsgd.privacy.accounting import AccountedRun, composed_epsilon
 from hf_dcsgd.privacy.ledger import PrivacyLedger
@@ -92,6 +94,16 @@ def test_labels_and_metadata_are_combined(tmp_path: Path) -> None:
         controls(rows, tmp_path, labels="0").places(Dataset.from_list(rows), "training")
 
 
+def test_prefixes_say_labels_in_words(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": label, "lang": lang} for label in ("ham", "spam") for lang in ("de", "en")]
+    found = controls(rows, tmp_path, metadata_columns="lang", label_words="ham=a note, spam = an ad")
+    assert found.prefixes == ("a note | de", "a note | en", "an ad | de", "an ad | en")
+    template = "SMS ({lang}), {label}:"
+    found = controls(rows, tmp_path, metadata_columns="lang", label_words="spam=an ad", prefix_template=template)
+    assert found.prefix(found.cell_of(rows[3])) == "SMS (en), an ad:"
+    assert found.prefix(("ham", "de")) == "SMS (de), ham:"
+
+
 def test_stated_shares_are_spread_over_metadata(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": label, "lang": lang} for label in ("no", "yes") for lang in ("de", "en")]
     found = controls(rows, tmp_path, metadata_columns="lang")
@@ -116,16 +128,17 @@ def test_a_noised_count_is_one_charged_gaussian_of_sensitivity_one(tmp_path: Pat
     assert plan.accounted(1) == AccountedRun(10.0, 1.0, 1)
     assert (plan.settings["clip_threshold"], plan.grad_noise_multiplier) == (1.0, 10.0)
     places = np.array([0] * 300 + [1] * 100)
-    found = []
-    for number in range(60):
+    found, times = [], 120
+    for number in range(times):
         shares = release_shares(places, None, plan, training, tmp_path / str(number))
         ledger = PrivacyLedger.read(tmp_path / str(number))
         assert ledger.charged == 1
         assert shares.spent == counted_run(plan, training, 1, ledger.runs[-1].run_id)
         found.append(shares.shares[1])
     # (100 + z₁)/(400 + z₀ + z₁) with z ~ N(0, 10²): a standard deviation of about 0.02.
-    assert np.mean(found) == pytest.approx(0.25, abs=0.01)
-    assert 0.014 < np.std(found) < 0.027
+    deviation = 10 * math.hypot(0.75, 0.25) / 400
+    assert np.mean(found) == pytest.approx(0.25, abs=5.5 * deviation / times**0.5)
+    assert np.std(found) == pytest.approx(deviation, rel=5.5 / (2 * times) ** 0.5)
 
 
 def test_a_unit_of_many_rows_counts_as_one(tmp_path: Path) -> None:
@@ -330,6 +343,30 @@ def test_public_shares_cost_nothing_and_persons_are_units(
     assert build_report(tmp_path / "persons")["guarantee"]["unit"] == "person"
 
 
+def test_last_blocks_are_trained_from_a_trunk_cache_and_prefixes_are_kept(
+    tmp_path: Path, tiny_llama: str, train_file: Path, finished_texts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "model_name_or_path": tiny_llama, "train_file": train_file, "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "out", "label_shares": "uniform", "no_lora": "",
+    }  # fmt: skip
+    words = {"prefix_template": "SMS, {label}:", "label_words": "ham=a note"}
+    assert call(
+        **options, **words, trainable_layers="last:1", trunk_cache="on", trunk_cache_dir=tmp_path / "trunk"
+    ) == 0  # fmt: skip
+    assert any((tmp_path / "trunk").iterdir())
+    before, after = (
+        LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny_llama, options["output_dir"])
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".")[2] for name in changed if ".layers." in name} == {"1"}
+    assert "model.embed_tokens.weight" not in changed
+    asked: list[str] = []
+    monkeypatch.setattr(job, "sample_rows", lambda *args, **kwargs: asked.extend(args[2].prefixes) or Sampled())
+    assert call(**options, sample_only="") == 2, "no rows"
+    assert asked == ["SMS, a note:", "SMS, spam:"]
+
+
 def test_a_run_that_was_cut_short_goes_on_without_a_second_count(
     tmp_path: Path, tiny_llama: str, train_file: Path, finished_texts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +384,7 @@ def test_a_run_that_was_cut_short_goes_on_without_a_second_count(
     assert [run.charged for run in PrivacyLedger.read(tmp_path / "out").runs] == [1, 2]
 
 
+@pytest.mark.slow
 def test_several_processes_count_once(tmp_path: Path, train_file: Path, workers: WorkerPool) -> None:
     model = save_tiny_llama(tmp_path / "llama", positions=256)
     options = {
@@ -385,7 +423,12 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "labels left out": ({"labels": "ham"}, "'spam'"),
     "odd format": ({"output_format": "xlsx"}, "--output_format xlsx"),
     "count takes all": ({"label_noise_multiplier": 0.05}, "--label_noise_multiplier 0.05"),
+    "template of other columns": ({"prefix_template": "a {lable}"}, "--prefix_template 'a {lable}'"),
+    "one prefix for all": ({"prefix_template": "a text"}, "'a text'"),
+    "words for others": ({"label_words": "eggs=a note"}, "'eggs'"),
+    "words for none": ({"label_words": "a note"}, "--label_words a note"),
     "shares of others": ({"label_shares": "no=1"}, "--label_shares no=1"),
+    "count left out of ε": ({"earlier_spending": "other_data"}, "--earlier_spending other_data"),
 }
 
 

@@ -9,7 +9,8 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -31,7 +32,7 @@ HIGH_RDP_ORDERS: tuple[float, ...] = tuple(
 RDP_ORDERS = LOW_RDP_ORDERS + HIGH_RDP_ORDERS
 _ROUGH_ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256)
 _RDP_RESOLUTION = 1e-14  # rounding error of one step's Rényi divergence; charged on top, so that it cannot favor us
-_PLD_GRID_POINTS = 2e5  # for one step, at most
+_PLD_GRID_POINTS, _PLD_COMPOSED_POINTS = 2e5, 1e7  # for one step and for all of them, at most
 
 
 def register_accountant(name: str, function: Accountant) -> None:
@@ -100,11 +101,27 @@ def suppress_order_warnings() -> Iterator[None]:
 def pld_epsilon(event: DpEvent, delta: float, *, grid_scale: float = 1.0) -> float:
     """Return ε by privacy loss distributions on a grid, rounded pessimistically; inf for a δ too small."""
     parts = list(_parts(event))
-    interval = grid_scale * min(pld_interval(step, count) for step, count in parts)
-    accountant = pld.PLDAccountant(value_discretization_interval=interval)
+    accountant = pld.PLDAccountant(value_discretization_interval=grid_scale * common_interval(parts))
     for step, count in parts:
         accountant.compose(step, count)
     return float(accountant.get_epsilon(delta))
+
+
+def common_interval(parts: Sequence[tuple[DpEvent, int]]) -> float:
+    """Return the spacing of one grid for steps of several kinds, and how often each is taken.
+
+    The finest of theirs, but no step has more points than `_PLD_GRID_POINTS`, and all together have no more than
+    `_PLD_COMPOSED_POINTS`. Where huge losses stand beside tiny ones, the tiny ones are rounded up to a grid on which
+    the huge ones fit: ε is an upper bound on any grid.
+    """
+    losses = [_losses(step, count) for step, count in parts]
+    # By Hoeffding's inequality, √n losses in a row leave little beyond; the rest is cut off, and counted in δ.
+    widths = [loss.largest + 20 * math.sqrt(loss.count) * min(loss.deviation, loss.largest) for loss in losses]
+    return max(
+        min(pld_interval(step, count) for step, count in parts),
+        max(loss.largest for loss in losses) / _PLD_GRID_POINTS,
+        sum(widths) / _PLD_COMPOSED_POINTS,
+    )
 
 
 def pld_interval(step: DpEvent, count: int) -> float:
@@ -113,25 +130,39 @@ def pld_interval(step: DpEvent, count: int) -> float:
     A tenth of the standard deviation of one step's loss, so that rounding does not outweigh it, but no more points
     than `_PLD_GRID_POINTS` up to the loss at ten standard deviations of noise.
     """
+    loss = _losses(step, count)
+    return max(min(loss.widest_interval, loss.deviation / 10), loss.largest / _PLD_GRID_POINTS)
+
+
+class _Losses(NamedTuple):
+    """How far the privacy losses of a step scatter and reach, how often it is taken, and its widest grid."""
+
+    deviation: float
+    largest: float
+    count: int
+    widest_interval: float
+
+
+def _losses(step: DpEvent, count: int) -> _Losses:
     if isinstance(step, dp_accounting.dp_event.MixtureOfGaussiansDpEvent):
-        return _mixture_interval(step)
+        return _mixture_losses(step, count)
     sampled = isinstance(step, dp_accounting.PoissonSampledDpEvent)
     rate, gaussian = (step.sampling_probability, step.event) if sampled else (1.0, step)
     # Without sampling, all steps are one Gaussian.
     sigma = gaussian.noise_multiplier if sampled else gaussian.noise_multiplier / math.sqrt(count)
     deviation = rate * math.sqrt(math.expm1(min(sigma**-2, 100.0)))
-    largest = np.logaddexp(0.0, math.log(rate) + 10 / sigma + 0.5 / sigma**2)
-    return float(max(min(2e-4, deviation / 10), largest / _PLD_GRID_POINTS))
+    largest = float(np.logaddexp(0.0, math.log(rate) + 10 / sigma + 0.5 / sigma**2))
+    return _Losses(deviation, largest, count if sampled else 1, 2e-4)
 
 
-def _mixture_interval(step: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> float:
-    """Return that spacing for a mixture of Gaussians, ten times wider: its loss is inverted point by point."""
+def _mixture_losses(step: dp_accounting.dp_event.MixtureOfGaussiansDpEvent, count: int) -> _Losses:
+    """Look at a mixture of Gaussians, whose grid is five times wider: its loss is inverted point by point."""
     sigma, shifts, probabilities = step.standard_deviation, np.array(step.sensitivities), np.array(step.sampling_probs)
     exponents = np.minimum(np.outer(shifts, shifts) / sigma**2, 100.0)
     deviation = math.sqrt(probabilities @ np.expm1(exponents) @ probabilities)
     farthest = shifts.max() + 10 * sigma
     largest = special.logsumexp((shifts * farthest - 0.5 * shifts**2) / sigma**2, b=probabilities)
-    return float(max(min(1e-3, deviation / 10), largest / _PLD_GRID_POINTS))
+    return _Losses(deviation, float(largest), count, 1e-3)
 
 
 def _parts(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:

@@ -69,8 +69,9 @@ class SpentRun:
     opt_outs: tuple[str, ...] = ()
     unit: str | None = None
     group_size: int = 1
-    # Noise multiplier, sampling rate and steps of the run after it, where they were settled before this one began.
-    settles_next: tuple[float, float, int] | None = None
+    planned: int | None = None  # all steps of its plan; None in records that do not say
+    # The run after it with all of its planned steps, where that was settled before this one began.
+    settles_next: AccountedRun | None = None
 
     def __post_init__(self) -> None:
         names = (self.run_id, self.clipping, self.accountant)
@@ -81,7 +82,10 @@ class SpentRun:
         require_fraction("delta", self.delta)
         require_count("group_size", self.group_size)
         object.__setattr__(self, "opt_outs", tuple(str(name) for name in self.opt_outs))
-        object.__setattr__(self, "settles_next", None if self.settles_next is None else tuple(self.settles_next))
+        if self.planned is not None:
+            require_count("planned", self.planned)
+        if self.settles_next is not None:
+            object.__setattr__(self, "settles_next", AccountedRun(*self.settles_next))
 
     @classmethod
     def of(cls, plan: PrivacyPlan, charged: int, run_id: str | None) -> SpentRun:
@@ -97,14 +101,28 @@ class SpentRun:
             opt_outs=plan.opt_outs,
             unit=None if plan.unit is None else plan.unit.column,
             group_size=plan.group_size,
+            planned=plan.steps,
         )
 
+    @property
+    def accounted(self) -> AccountedRun:
+        """What an accountant needs to know of the steps charged."""
+        return AccountedRun(self.noise_multiplier, self.sampling_rate, self.charged, self.group_size)
+
+    @property
+    def whole(self) -> AccountedRun | None:
+        """The same of all planned steps, taken or not; None where it is not known that no more were charged."""
+        if self.planned is None or self.charged > self.planned:
+            return None
+        return self.accounted._replace(steps=self.planned)
+
     def has_settled(self, later: SpentRun) -> bool:
-        """Tell whether a run is the one that was settled before this one began: what this one showed had no say."""
-        if self.settles_next is None:
-            return False
-        *settings, steps = self.settles_next
-        return settings == [later.noise_multiplier, later.sampling_rate] and later.charged <= steps
+        """Tell whether a run is the one that was settled before this one began: what this one showed had no say.
+
+        Noise, rate, steps and group must be those that were settled. Only they bound what a step reveals; everything
+        else of the later run may be chosen by what this one has shown, and so may be whether it runs to its end.
+        """
+        return None not in (self.whole, self.settles_next) and later.whole == self.settles_next
 
 
 @dataclass(frozen=True)
@@ -129,17 +147,22 @@ class Spending:
     def bound(self, delta: float, grid_scale: float = 1.0) -> tuple[float, str]:
         """Return that ε and the accountant it comes from: RDP, and PLD where all settings were settled at the start.
 
-        Both are upper bounds then, and the smaller is taken. Where a run may have been set up by the results of those
-        before it, RDP is taken, whose divergences add up for such runs as well. Of groups, only PLD knows the cost.
-        `grid_scale` is that of `epsilon_spent`.
+        Both are upper bounds then, and the smaller is taken. PLD is that of all steps that were settled, as the number
+        of those taken may follow from what was shown. Where a run may have been set up by the results of those before
+        it, RDP is taken, whose divergences add up for such runs as well. Of groups, only PLD knows the cost: each run
+        is taken by itself then, at an equal share of δ, since ε and δ of such runs add up. `grid_scale` is that of
+        `epsilon_spent`.
         """
         if any(run.opt_outs for run in self.runs) or len({run.unit for run in self.runs}) > 1:
             return math.inf, "rdp"
-        runs = [AccountedRun(r.noise_multiplier, r.sampling_rate, r.charged, r.group_size) for r in self.runs]
-        accountants = ["rdp"] if all(run.group_size == 1 for run in runs) else ["pld"]
-        if len(runs) > 1 and all(run.has_settled(later) for run, later in pairwise(self.runs)):
-            accountants = [*accountants, "pld"]
-        return min((composed_epsilon(runs, delta, name, grid_scale), name) for name in accountants)
+        runs = [run.accounted for run in self.runs if run.charged]
+        if any(run.group_size > 1 for run in runs):
+            return sum(composed_epsilon([run], delta / len(runs), "pld", grid_scale) for run in runs), "pld"
+        bounds = [(composed_epsilon(runs, delta, "rdp"), "rdp")]
+        if len(self.runs) > 1 and all(run.has_settled(later) for run, later in pairwise(self.runs)):
+            whole = [run.whole for run in self.runs if run.whole is not None]
+            bounds.append((composed_epsilon(whole, delta, "pld", grid_scale), "pld"))
+        return min(bounds)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return it as JSON has it."""

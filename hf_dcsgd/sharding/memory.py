@@ -37,7 +37,7 @@ def rank_memory(model: nn.Module, ranks: int, block_classes: Collection[str] = (
 
 
 def _gathered(groups: list[Group]) -> int:
-    """Count bytes at the worst moment: a group is copied out of its buffer, and that of the group before it is still there.
+    """Count bytes at the worst moment: a group is copied out of its buffer, and that of the one before is still there.
 
     Embeddings and head have a block or what no block holds before them, never each other.
     """

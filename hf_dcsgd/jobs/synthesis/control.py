@@ -182,8 +182,7 @@ def release_shares(
 
 def counted_run(plan: PrivacyPlan, training: SpentRun, charged: int = 1, run_id: str | None = None) -> SpentRun:
     """Describe a count of labels as a run, before which the training after it was settled."""
-    settled = (training.noise_multiplier, training.sampling_rate, training.charged)
-    return replace(SpentRun.of(plan, charged, run_id), settles_next=settled)
+    return replace(SpentRun.of(plan, charged, run_id), settles_next=training.whole)
 
 
 def noise_within(plan: PrivacyPlan, counted: PrivacyPlan, epsilon: float) -> float:

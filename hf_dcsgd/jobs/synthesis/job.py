@@ -23,6 +23,7 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from hf_dcsgd.checks.arguments import OTHER_DATA
 from hf_dcsgd.jobs.arguments import JobParser
 from hf_dcsgd.jobs.errors import UserError, exit_code_of
 from hf_dcsgd.jobs.language_arguments import LanguageDataArguments, LanguageModelArguments
@@ -119,6 +120,11 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
 def _prepare(args: SynthesisArguments, training_args: DCSGDTrainingArguments) -> None:
     if args.non_private:
         raise UserError("--non_private: a synthesis without privacy would publish the rows; expected a budget")
+    if args.label_shares == NOISED and training_args.earlier_spending == OTHER_DATA:
+        raise UserError(
+            f"--earlier_spending {OTHER_DATA}: the count of labels is of the same data, and would be left out of ε; "
+            "state the shares by --label_shares, or leave the option out"
+        )
     training_args.do_train = not args.sample_only
     training_args.do_predict = True
     set_up(training_args)
