@@ -11,6 +11,7 @@ from architectures import ARCHITECTURES
 from oracles import clip_factors, clipped_sum_of, gradients_one_by_one, norms_of
 from tiny_tasks import pad, private_args, text_rows, tiny_bert
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.step import PrivateStep
@@ -101,7 +102,46 @@ def test_no_hook_stays_on_the_model() -> None:
     step = PrivateStep(model)
     step.leave_out_unread(with_labels(inputs, labels))
     step.losses(with_labels(inputs, labels))
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def queries_answered(model: nn.Module, step: PrivateStep, batch: dict[str, Tensor]) -> list[int]:
+    """How many queries each block's attention is asked for, in one forward."""
+    counts: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "scaled_dot_product" in str(func):
+                counts.append(args[0].shape[-2])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        step.losses(batch)
+    return counts
+
+
+def test_the_attention_of_the_last_block_answers_its_first_query_alone() -> None:
+    model, inputs, labels = prepared("bert")
+    step, batch = PrivateStep(model), with_labels(inputs, labels)
+    step.leave_out_unread(batch)
+    assert queries_answered(model, step, batch) == [inputs["input_ids"].shape[1], 1]
+
+
+def test_an_error_within_the_block_leaves_attention_as_it_was() -> None:
+    model, inputs, labels = prepared("bert")
+    step, batch = PrivateStep(model), with_labels(inputs, labels)
+    step.leave_out_unread(batch)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("within the last block")
+
+    handle = model.bert.encoder.layer[-1].intermediate.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="within the last block"):
+        step.losses(batch)
+    handle.remove()
+    query = torch.arange(6.0).reshape(1, 1, 3, 2)
+    attended = nn.functional.scaled_dot_product_attention(query, query, query)
+    assert not torch.equal(attended[..., 0, :], attended[..., 2, :])
 
 
 @pytest.mark.parametrize("trunk_cache", ["off", "on"])

@@ -1,8 +1,9 @@
-"""Leave out what nothing reads: positions of the last block behind its attention, and of a language model's logits.
+"""Leave out what nothing reads: all but one position of the last block, and of a language model's logits.
 
 Classifiers of BERT's kind read the first position of the last block alone. Behind its attention a block treats each
-position by itself, so that the others need not be computed there at all. Losses, gradients and norms stay what they
-are, at about a third of the block's cost; `reads_first_position` sees to it on rows before this is used.
+position by itself, so that the others need not be computed there at all; and attention, where torch computes it as
+one operation, need answer the first query alone. Losses, gradients and norms stay what they are, at about a third of
+the block's cost; `reads_first_position` sees to it on rows before this is used.
 
 A causal language model that learns completions has no loss at the prompts in front of them. Their logits, which for a
 small model and a large vocabulary are most of a step, are not computed (`without_unread_logits`).
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_dcsgd.data.rows import LENGTH_MULTIPLE, Batch
@@ -33,7 +35,8 @@ Results = tuple[Tensor, Tensor]
 class FirstPosition:
     """The last block of a model, of which only the first position may be asked for."""
 
-    def __init__(self, behind_attention: nn.Module) -> None:
+    def __init__(self, block: nn.Module, behind_attention: nn.Module) -> None:
+        self._block = block
         self._behind_attention = behind_attention
 
     @classmethod
@@ -45,20 +48,42 @@ class FirstPosition:
         except ValueError:
             return None
         modules = dict(last.named_modules())
-        return next((cls(modules[name]) for name in _BEHIND_ATTENTION if name in modules), None)
+        return next((cls(last, modules[name]) for name in _BEHIND_ATTENTION if name in modules), None)
 
     @contextmanager
     def only(self) -> Iterator[None]:
         """Have forwards go on from the first position alone within a block."""
+        first_query = _FirstQuery()
 
         def narrow(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(arg[:, :1] if isinstance(arg, Tensor) and arg.dim() == 3 else arg for arg in args)
 
-        handle = self._behind_attention.register_forward_pre_hook(narrow)
+        handles = [
+            self._behind_attention.register_forward_pre_hook(narrow),
+            self._block.register_forward_pre_hook(lambda *_: first_query.__enter__() and None),
+            self._block.register_forward_hook(lambda *_: first_query.__exit__(None, None, None), always_call=True),
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+
+class _FirstQuery(TorchFunctionMode):
+    """Asks self-attention for the answer to its first query, and gives it to the others, which nothing reads."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention or len(args) != 3 or kwargs.get("is_causal"):
+            return func(*args, **kwargs)
+        query, key, value = args
+        mask = kwargs.get("attn_mask")
+        if mask is not None and mask.shape[-2] > 1:
+            kwargs = {**kwargs, "attn_mask": mask[..., :1, :]}
+        return func(query[..., :1, :], key, value, **kwargs).expand(*query.shape[:-1], value.shape[-1])
 
 
 def reads_first_position(first: FirstPosition, results: Callable[[], Results], tolerance: float) -> bool:
