@@ -180,8 +180,9 @@ class DCSGDTrainer(PublishingTrainer):
             raise ValueError(f"fsdp={self.args.fsdp}: no estimate by trial; use hf-dcsgd doctor --devices")
         train_mode(self.model)
         plan = self.plan = self.make_plan()
-        at_a_time = self.args.per_device_train_batch_size
-        return estimate_run(self.make_step(), plan, at_a_time=at_a_time, sequence_length=sequence_length)
+        cached = None if self.args.trunk_cache == "off" else len(self.training_rows().usable())
+        sizes = {"at_a_time": self.args.per_device_train_batch_size, "sequence_length": sequence_length}
+        return estimate_run(self.model, self.make_step, plan, **sizes, cached_rows=cached)
 
     def _loss_settings(self) -> dict[str, Any]:
         return {

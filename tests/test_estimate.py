@@ -13,7 +13,9 @@ from client_models import SIZES, bert_config, seeded
 from tiny_tasks import N, feature_trainer, flat_parameters, private_args, text_trainer
 
 from hf_dcsgd import DCSGDTrainer
-from hf_dcsgd.runs.estimate import duration, gigabytes
+from hf_dcsgd.checks.step_cost import measure_step
+from hf_dcsgd.runs import estimate
+from hf_dcsgd.runs.estimate import RunEstimate, duration, gigabytes
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
@@ -37,7 +39,51 @@ def test_an_estimate_spends_and_changes_nothing(tmp_path: Path) -> None:
     assert "activations" in shown
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "vit", "bert_token", "bert_qa", "bert_masked_lm"])
+def frozen_passes(trainer: DCSGDTrainer, monkeypatch: pytest.MonkeyPatch) -> tuple[RunEstimate, int]:
+    """An estimate, and how often the first block ran while steps were measured; a pass of the trunk takes 0.5 s."""
+    passes: list[int] = []
+    attention = trainer.model.get_submodule("bert.encoder.layer.0.attention")
+    with monkeypatch.context() as patch:
+
+        def measure(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            with attention.register_forward_pre_hook(lambda *_: passes.append(1)):
+                return measure_step(*args, **kwargs)
+
+        patch.setattr(estimate, "measure_step", measure)
+        patch.setattr(estimate, "seconds_of", lambda action: 0.5)
+        return trainer.estimate(sequence_length=8), len(passes)
+
+
+def test_a_trunk_cache_is_filled_once_and_then_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"per_device_train_batch_size": 8, "trainable_layers": None, "trunk_cache_dir": str(tmp_path / "cache")}
+    trainer = text_trainer(tmp_path, **options, trunk_cache="on")
+    weights = flat_parameters(trainer.model)
+    cached, passes = frozen_passes(trainer, monkeypatch)
+    assert passes == 0
+    assert cached.fill_seconds == pytest.approx(N * 0.5 / 4), "four rows were measured"
+    assert cached.seconds == pytest.approx(cached.steps * cached.step_seconds + N * 0.5 / 4)
+    assert "s each, with 8 s to fill the trunk cache (nothing where it is filled); evaluation" in str(cached)
+    assert torch.equal(weights, flat_parameters(trainer.model))
+    assert not list(tmp_path.iterdir())
+    assert trainer.model.training
+    whole, passes = frozen_passes(text_trainer(tmp_path, **options), monkeypatch)
+    assert passes > 0
+    assert whole.fill_seconds is None
+    assert "cache" not in str(whole)
+
+
+def test_a_model_without_a_frozen_part_is_estimated_as_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, passes = frozen_passes(text_trainer(tmp_path, trunk_cache="auto"), monkeypatch)
+    assert passes > 0
+    assert found.fill_seconds is None
+
+
+MORE = ("t5", "bert_token", "bert_qa", "bert_masked_lm")
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_models_of_texts_and_images(name: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[name].build()
     trainer = DCSGDTrainer(model, private_args(tmp_path), train_dataset=[{"input_ids": [5]}] * N)

@@ -82,7 +82,7 @@ def measure_step(
 
     private()  # the first batch is checked against autograd, which later ones are not
     scale = batch_size / measured_size
-    private_seconds = _seconds(private)
+    private_seconds = seconds_of(private)
     activations = _peak_bytes(private, parameters[0].device)
     trainable = sum(p.numel() for p in parameters)
     memory = {
@@ -94,13 +94,13 @@ def measure_step(
         "batch_size": batch_size,
         "measured_size": measured_size,
         "seconds": scale * private_seconds,
-        **({"plain_seconds": scale * _seconds(plain)} if compare else {}),
+        **({"plain_seconds": scale * seconds_of(plain)} if compare else {}),
         "bytes": {**memory, "total": sum(memory.values())},
         "device": str(parameters[0].device),
     }
 
 
-def _seconds(action: Callable[[], None]) -> float:
+def seconds_of(action: Callable[[], object]) -> float:
     """Take the fastest of a few runs: others share the machine."""
     timer = Timer("action()", globals={"action": action}, num_threads=torch.get_num_threads())
     return min(timer.timeit(1).mean for _ in range(3))

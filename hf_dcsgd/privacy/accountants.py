@@ -115,8 +115,8 @@ def common_interval(parts: Sequence[tuple[DpEvent, int]]) -> float:
     the huge ones fit: ε is an upper bound on any grid.
     """
     losses = [_losses(step, count) for step, count in parts]
-    # By Hoeffding's inequality, √n losses in a row leave little beyond; the rest is cut off, and counted in δ.
-    widths = [loss.largest + 20 * math.sqrt(loss.count) * min(loss.deviation, loss.largest) for loss in losses]
+    # By Hoeffding's inequality hardly any sum of n losses is farther off; dp_accounting cuts the rest, and adds it to δ.
+    widths = [loss.largest + 20 * math.sqrt(loss.times) * min(loss.deviation, loss.largest) for loss in losses]
     return max(
         min(pld_interval(step, count) for step, count in parts),
         max(loss.largest for loss in losses) / _PLD_GRID_POINTS,
@@ -139,7 +139,7 @@ class _Losses(NamedTuple):
 
     deviation: float
     largest: float
-    count: int
+    times: int
     widest_interval: float
 
 

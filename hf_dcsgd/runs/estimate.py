@@ -6,15 +6,20 @@ of the plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hf_dcsgd.checks.preflight import check_before_training
-from hf_dcsgd.checks.step_cost import measure_step
+from hf_dcsgd.checks.step_cost import measure_step, seconds_of
+from hf_dcsgd.data.rows import Batch, batch_length
 from hf_dcsgd.data.synthetic import synthetic_batch
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.loss_kind import loss_kind
+from hf_dcsgd.tasks.losses import split_labels
+from hf_dcsgd.trunk.check import require_same_results
+from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk, TrunkCacheError
 
 _MEASURED_EXAMPLES = 4
 
@@ -30,19 +35,22 @@ class RunEstimate:
     step_seconds: float
     bytes_by_use: dict[str, int]
     device: str
+    fill_seconds: float | None = None
 
     @property
     def seconds(self) -> float:
-        """All steps together, without evaluations."""
-        return self.steps * self.step_seconds
+        """All steps together, and what fills the trunk cache before them; without evaluations."""
+        return self.steps * self.step_seconds + (self.fill_seconds or 0.0)
 
     def __str__(self) -> str:
-        memory = self.bytes_by_use
+        memory, filling = self.bytes_by_use, ""
+        if self.fill_seconds is not None:
+            filling = f", with {duration(self.fill_seconds)} to fill the trunk cache (nothing where it is filled)"
         return "\n".join(
             [
                 f"Estimate ({self.device}, made-up examples of {self.sequence_length} tokens)",
                 f"  time    {duration(self.seconds)} for {self.steps} steps of {self.examples_per_step} examples, "
-                f"{duration(self.step_seconds)} each; evaluation comes on top",
+                f"{duration(self.step_seconds)} each{filling}; evaluation comes on top",
                 f"  memory  {gigabytes(memory['total'])}: weights {gigabytes(memory['weights'])}, gradient, Adam and "
                 f"noise {gigabytes(memory['gradient_optimizer_noise'])}, activations "
                 f"{gigabytes(memory['activations'])} for {self.examples_at_a_time} examples at a time",
@@ -50,24 +58,38 @@ class RunEstimate:
         )
 
 
-def estimate_run(step: PrivateStep, plan: PrivacyPlan, *, at_a_time: int, sequence_length: int) -> RunEstimate:
+def estimate_run(
+    model: Any,
+    make_step: Callable[[FrozenTrunk | None], PrivateStep],
+    plan: PrivacyPlan,
+    *,
+    at_a_time: int,
+    sequence_length: int,
+    cached_rows: int | None = None,
+) -> RunEstimate:
     """Run the checks before training and time a few steps, all on made-up examples; nothing is charged.
 
     Where whole units are drawn, each is taken to have as many rows as it may enter a step with.
 
     Args:
-        step: The private step as training will run it; its model must be in train mode.
+        model: The model, in train mode.
+        make_step: Makes the private step as training will run it, with the frozen part of the model if that is cached.
         plan: How many steps of how many examples.
         at_a_time: How many examples go through the model at a time, per device.
         sequence_length: How many tokens a made-up example has, as far as the model takes so many.
+        cached_rows: How many rows a trunk cache will hold, where one is wanted; a model that has none runs as it is.
     """
-    model: Any = step.model
-    kind = loss_kind(model)
+    kind, trunk = loss_kind(model), None if cached_rows is None else _frozen_trunk(model)
+    step, fill_seconds = make_step(trunk), None
     with step.forward_context():
         check_before_training(step, synthetic_batch(model, kind, 1, sequence_length))
         measured = min(_MEASURED_EXAMPLES, at_a_time)
         batch = step.on_device(synthetic_batch(model, kind, measured, sequence_length))
         with step.randomness():
+            if trunk is not None and cached_rows is not None:
+                batch, row_seconds = _with_hidden_states(step, trunk, batch)
+                if row_seconds is not None:
+                    fill_seconds = row_seconds * cached_rows / plan.world_size
             cost = measure_step(
                 step.clipper,
                 lambda: step.losses(batch),
@@ -85,7 +107,31 @@ def estimate_run(step: PrivateStep, plan: PrivacyPlan, *, at_a_time: int, sequen
         step_seconds=cost["seconds"] * rows / plan.world_size / at_a_time,
         bytes_by_use=cost["bytes"],
         device=cost["device"],
+        fill_seconds=fill_seconds,
     )
+
+
+def _frozen_trunk(model: Any) -> FrozenTrunk | None:
+    try:
+        return FrozenTrunk(model)
+    except TrunkCacheError:
+        return None
+
+
+def _with_hidden_states(step: PrivateStep, trunk: FrozenTrunk, batch: Batch) -> tuple[Batch, float | None]:
+    """Return rows as a cache would hold them, and the seconds to compute one; as they are where that cannot be."""
+    inputs = split_labels(trunk.model, batch)[0]
+    try:
+        hidden = trunk.capture(inputs)
+        if len(hidden) != batch_length(batch):
+            return batch, None
+        cached = {**batch, TRUNK_ENTRY: hidden}
+        require_same_results(step, [cached])
+        return cached, seconds_of(lambda: trunk.capture(inputs)) / len(hidden)
+    except TrunkCacheError:
+        return batch, None
+    finally:
+        step.train()
 
 
 def duration(seconds: float) -> str:
