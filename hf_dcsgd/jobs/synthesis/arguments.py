@@ -26,6 +26,16 @@ class SynthesisArguments(GenerationArguments, FileArguments):
     labels: str | None = option(
         None, "The labels, such as ham,spam. Default: those in the training file, which are then taken as public."
     )
+    prefix_template: str | None = option(
+        None,
+        "What stands before a text, with columns in braces, such as 'A {label} text message:'; a public choice. "
+        "Default: the values, separated by bars.",
+    )
+    label_words: str | None = option(
+        None,
+        "How prefixes call the labels, such as 'ham=a note to a friend,spam=an advertisement', where a model that has "
+        "read a lot would not understand their names.",
+    )
     num_rows: int = option(1000, "How many synthetic rows are wanted.")
     label_shares: str = option(
         NOISED,

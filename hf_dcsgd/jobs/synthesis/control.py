@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from hf_dcsgd.jobs.errors import UserError
+from hf_dcsgd.jobs.errors import UserError, explained
 from hf_dcsgd.jobs.synthesis.arguments import NOISED, UNIFORM, SynthesisArguments
 from hf_dcsgd.jobs.text_data import LABELS, TEXTS, first_present
 from hf_dcsgd.privacy.accounting import smallest_noise_multiplier
@@ -38,11 +38,12 @@ Cell = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Controls:
-    """The columns that a text is controlled by, label first, and all combinations of their values."""
+    """The columns that a text is controlled by, label first, and all combinations of their values with a prefix."""
 
     text: str
     columns: tuple[str, ...]
     cells: tuple[Cell, ...]
+    prefixes: tuple[str, ...]
 
     @classmethod
     def of(cls, rows: Dataset, args: SynthesisArguments) -> Controls:
@@ -67,7 +68,8 @@ class Controls:
                 f"labels and metadata have {len(cells)} combinations, expected at most {_MOST_CELLS}: are "
                 f"{', '.join((label, *extra))} columns of few values?"
             )
-        return cls(text, (label, *extra), cells)
+        columns = (label, *extra)
+        return cls(text, columns, cells, _prefixes(columns, cells, args))
 
     def cell_of(self, row: Mapping[str, Any]) -> Cell:
         """Return the values of a row."""
@@ -75,7 +77,7 @@ class Controls:
 
     def prefix(self, cell: Cell) -> str:
         """Return what stands before a text of this cell."""
-        return " | ".join(cell)
+        return self.prefixes[self.cells.index(cell)]
 
     def places(self, rows: Dataset, split: str) -> np.ndarray:
         """Return the number of each row's cell; refuse values that are not among the stated ones."""
@@ -83,17 +85,49 @@ class Controls:
         cells = list(zip(*(map(_shown, rows[column]) for column in self.columns), strict=True))
         unknown = next((cell for cell in cells if cell not in numbers), None)
         if unknown is not None:
-            raise UserError(f"the {split} data have rows that are {self.prefix(unknown)!r}, which --labels leaves out")
+            raise UserError(f"the {split} data have rows that are {_joined(unknown)!r}, which --labels leaves out")
         return np.array([numbers[cell] for cell in cells], dtype=np.int64)
+
+
+def _prefixes(columns: Sequence[str], cells: Sequence[Cell], args: SynthesisArguments) -> tuple[str, ...]:
+    """Write each cell in the words that the user chose; refuse those that do not tell cells apart."""
+    words = {} if args.label_words is None else _assigned("label_words", args.label_words)
+    labels = {cell[0] for cell in cells}
+    strange = next((label for label in words if label not in labels), None)
+    if strange is not None:
+        raise UserError(f"--label_words {args.label_words}: {strange!r} is none of {', '.join(sorted(labels))}")
+    worded = [(words.get(cell[0], cell[0]), *cell[1:]) for cell in cells]
+    if args.prefix_template is None:
+        found = tuple(map(_joined, worded))
+    else:
+        shown = f"--prefix_template {args.prefix_template!r}"
+        known = ", ".join(f"{{{name}}}" for name in columns)
+        with explained(
+            lambda error: f"{shown}: expected columns in braces, of {known}", KeyError, ValueError, IndexError
+        ):
+            found = tuple(args.prefix_template.format(**dict(zip(columns, cell, strict=True))) for cell in worded)
+    if len(set(found)) < len(cells):
+        shown = "--label_words" if args.prefix_template is None else f"--prefix_template {args.prefix_template!r}"
+        raise UserError(f"{shown}: two kinds of rows have the prefix {Counter(found).most_common(1)[0][0]!r}")
+    return found
+
+
+def _assigned(option: str, text: str) -> dict[str, str]:
+    """Read name=value,name=value."""
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(sign for _, sign, _ in parts):
+        raise UserError(f"--{option} {text}: expected label=words,label=words")
+    return {name.strip(): value.strip() for name, _, value in parts}
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How often each cell is asked for, and what was paid to know it: nothing, or a charged release."""
+    """How often each cell is asked for and by which prefix, and what was paid to know it, if a release was."""
 
     source: str
     shares: tuple[float, ...]
     spent: SpentRun | None = None
+    prefixes: tuple[str, ...] = ()
 
     def counts(self, total: int) -> list[int]:
         """Spread so many rows over the cells, rounding by largest remainders."""
@@ -116,7 +150,7 @@ class Shares:
             return None
         values = json.loads(path.read_text(encoding="utf-8"))
         spent = None if values["spent"] is None else SpentRun(**values["spent"])
-        return cls(values["source"], tuple(values["shares"]), spent)
+        return cls(values["source"], tuple(values["shares"]), spent, tuple(values.get("prefixes", ())))
 
 
 def stated_shares(text: str, controls: Controls) -> Shares:
@@ -202,6 +236,10 @@ def noise_within(plan: PrivacyPlan, counted: PrivacyPlan, epsilon: float) -> flo
             f"--target_epsilon {epsilon:g}; raise it, or state the shares by --label_shares"
         )
     return sigma
+
+
+def _joined(cell: Cell) -> str:
+    return " | ".join(cell)
 
 
 def _shown(value: Any) -> str:

@@ -87,6 +87,8 @@ def run(argv: Sequence[str], *, prog: str | None = None, description: str | None
     row_format = RowFormat(tokenizer, Columns(PROMPT, (_PREFIX, _TEXT)))
     if args.sample_only:
         shares = Shares.load(folder) or stated_shares(args.label_shares, controls)
+        if shares.prefixes and args.prefix_template is None and args.label_words is None:
+            controls = replace(controls, prefixes=shares.prefixes)  # as the model was trained with
     else:
         prepared = _tokenized(rows, controls, row_format, args, training_args.privacy_unit)
         trainer = build_trainer(model, tokenizer, {"train": prepared}, training_args)
@@ -135,7 +137,7 @@ def _tokenized(
 ) -> Dataset:
     """Write each row as its prefix and its text, and tokenize these; only the text is learned."""
     columns: dict[str, Any] = {
-        _PREFIX: [controls.prefix(controls.cell_of(row)) for row in rows.select_columns(list(controls.columns))],
+        _PREFIX: [controls.prefixes[place] for place in controls.places(rows, "training")],
         _TEXT: list(rows[controls.text]),
     }
     if privacy_unit is not None:
@@ -167,7 +169,7 @@ def _shares(controls: Controls, rows: Dataset, args: SynthesisArguments, trainer
     shares = from_main_process(settle)  # counted once, whatever the number of processes
     if shares is None:
         raise UserError(f"{folder / SHARES_FILENAME} is missing: the run in {folder} cannot be gone on with")
-    on_main_process(partial(shares.save, folder))
+    on_main_process(partial(replace(shares, prefixes=controls.prefixes).save, folder))
     if sigma is not None:
         training_args.target_epsilon, training_args.noise_multiplier = None, sigma
     if shares.spent is not None:
