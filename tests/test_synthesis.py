@@ -87,7 +87,7 @@ def test_labels_and_metadata_are_combined(tmp_path: Path) -> None:
     rows = [{"text": "a", "label": 1, "lang": "en"}, {"text": "b", "label": 0, "lang": "de"}]
     found = controls(rows, tmp_path, metadata_columns="lang")
     assert found.cells == (("0", "de"), ("0", "en"), ("1", "de"), ("1", "en"))
-    assert found.prefix(found.cell_of(rows[0])) == "1 | en"
+    assert found.prefix(("1", "en")) == "1 | en"
     assert found.places(Dataset.from_list(rows), "training").tolist() == [3, 0]
     assert controls(rows, tmp_path, labels="0,1,2").cells == (("0",), ("1",), ("2",))
     with pytest.raises(UserError, match="'1'"):
@@ -100,7 +100,7 @@ def test_prefixes_say_labels_in_words(tmp_path: Path) -> None:
     assert found.prefixes == ("a note | de", "a note | en", "an ad | de", "an ad | en")
     template = "SMS ({lang}), {label}:"
     found = controls(rows, tmp_path, metadata_columns="lang", label_words="spam=an ad", prefix_template=template)
-    assert found.prefix(found.cell_of(rows[3])) == "SMS (en), an ad:"
+    assert found.prefix(("spam", "en")) == "SMS (en), an ad:"
     assert found.prefix(("ham", "de")) == "SMS (de), ham:"
 
 

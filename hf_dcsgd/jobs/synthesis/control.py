@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,6 @@ class Controls:
             )
         columns = (label, *extra)
         return cls(text, columns, cells, _prefixes(columns, cells, args))
-
-    def cell_of(self, row: Mapping[str, Any]) -> Cell:
-        """Return the values of a row."""
-        return tuple(_shown(row[column]) for column in self.columns)
 
     def prefix(self, cell: Cell) -> str:
         """Return what stands before a text of this cell."""
