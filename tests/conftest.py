@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -17,17 +18,36 @@ settings.load_profile("repeatable")
 
 Count = Callable[[str, int], None]
 
+# Files that take more than ten seconds, to be started before the others.
+LONGEST = (
+    *("test_trainer_features", "test_trainer", "test_hub", "test_cli", "test_synthesis", "test_run_glue"),
+    *("test_privacy_unit", "test_trainer_leaks", "test_mechanism", "test_trunk_evaluation", "test_thresholds"),
+    *("test_losses", "test_attacks", "test_ghost_models", "test_doctor", "test_bad_input", "test_report"),
+)
+
 # What the package remembers of ledgers and weights must not outlive the tests; processes that they start inherit it.
 REGISTRY = tempfile.TemporaryDirectory(prefix="hf_dcsgd-")
 REGISTRY_NUMBERS = itertools.count()
 os.environ["HF_DCSGD_HOME"] = REGISTRY.name
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file on one worker, for its fixtures, and all that start processes on the same one, for their pool."""
-    with_pool = {item.path for item in items if "workers" in getattr(item, "fixturenames", ())}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep a file on one worker, for its fixtures, and all that start processes on the same one, for their pool.
+
+    That group comes first, then the longer files, so that the workers end together: they take groups in this order.
+    """
+    left_out = "slow" if "not slow" in config.option.markexpr else ""
+    with_pool = {item.path for item in items if takes_pool(item) and left_out not in item.keywords}
     for item in items:
         item.add_marker(pytest.mark.xdist_group("processes" if item.path in with_pool else item.path.stem))
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: -1 if item.path in with_pool else ranks.get(item.path.stem, len(ranks)))
+
+
+def takes_pool(item: pytest.Item) -> bool:
+    """Tell the fixture from an argument of that name, such as the number of a data loader's workers."""
+    callspec = getattr(item, "callspec", None)
+    return "workers" in getattr(item, "fixturenames", ()) and not (callspec and "workers" in callspec.params)
 
 
 def pytest_collection_finish() -> None:
@@ -83,6 +103,14 @@ def quick_statements() -> Iterator[None]:
         patch.setattr(plots, "_saved", lambda figure, kind, *options: f"<{kind}/>".encode())
         yield
     forget_accounting()
+
+
+@pytest.fixture
+def fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """L1 of the audit on 10⁵ numbers of a gradient and 2,500 of a side value; slow tests take all that it takes."""
+    from hf_dcsgd.audit.noise_scale import noise_findings
+
+    monkeypatch.setattr("hf_dcsgd.audit.noise_findings", partial(noise_findings, draws=2_500))
 
 
 @pytest.fixture

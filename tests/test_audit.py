@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hf_dcsgd.audit.one_run import epsilon_lower_bound, judge_one_run
 from hf_dcsgd.audit.probe import probe_trainer
 from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.clipping import STRATEGIES
+from hf_dcsgd.privacy.noise import NoiseSource
 
 pytestmark = pytest.mark.proof
 
@@ -28,16 +30,28 @@ def assert_passed(reports: list[AuditReport]) -> None:
 
 
 @pytest.mark.parametrize("clipping", STRATEGIES)
-def test_replay_and_noise_levels_pass(clipping: str, count: Count) -> None:
+def test_replay_and_noise_levels_pass(clipping: str, fewer_draws: None) -> None:
+    assert_passed(audit_strategy(clipping, levels=(0, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipping", STRATEGIES)
+def test_replay_and_noise_levels_at_full_strength(clipping: str, count: Count) -> None:
     assert_passed(audit_strategy(clipping, levels=(0, 1)))
     count("audit passed by a strategy: L0", 1)
     count("audit passed by a strategy: L1", 1)
 
 
-def test_distinguishing_level_passes_and_has_power() -> None:
-    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=600)
-    assert_passed([report])
-    assert report.findings[0].measured > 0.25
+def test_distinguishing_level_refutes_a_twentieth_of_the_noise_and_not_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By so few trials a right implementation is refuted once in ten million runs, and hardly anything is shown."""
+    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=60)
+    assert report.findings[0].passed, str(report)
+    add_noise = NoiseSource.add_noise
+    monkeypatch.setattr(NoiseSource, "add_noise", lambda self, total, sigma: add_noise(self, total, sigma / 20))
+    (report,) = audit_strategy("dc_sgd_e", levels=(2,), trials=60)
+    assert not report.findings[0].passed, str(report)
 
 
 @pytest.mark.slow
@@ -45,8 +59,8 @@ def test_distinguishing_level_passes_and_has_power() -> None:
 def test_distinguishing_level_at_full_strength(clipping: str, count: Count) -> None:
     (report,) = audit_strategy(clipping, levels=(2,), trials=20_000 if clipping == "dc_sgd_e" else 4_000)
     assert_passed([report])
-    # 0.91 of the claim is what a right implementation gives at 20,000 trials, about 0.8 at 4,000.
-    assert report.findings[0].measured > (0.85 if clipping == "dc_sgd_e" else 0.7)
+    # 0.91 ± 0.018 of the claim is what a right implementation gives at 20,000 trials, 0.79 ± 0.04 at 4,000.
+    assert report.findings[0].measured > (0.81 if clipping == "dc_sgd_e" else 0.58)
     count("audit passed by a strategy: L2", 1)
 
 
@@ -124,9 +138,8 @@ def test_one_run_bound_never_exceeds_randomized_response() -> None:
     generator = np.random.default_rng(1)
     epsilon, guesses, alpha = 1.0, 200, 0.05
     right = 1 / (1 + math.exp(-epsilon))
-    bounds = [
-        epsilon_lower_bound(int(generator.binomial(guesses, right)), guesses, guesses, 0.0, alpha) for _ in range(500)
-    ]
+    bound = cache(lambda correct: epsilon_lower_bound(correct, guesses, guesses, 0.0, alpha))
+    bounds = [bound(int(generator.binomial(guesses, right))) for _ in range(500)]
     assert np.mean(np.array(bounds) > epsilon) <= alpha + 3 * math.sqrt(alpha / 500)
     assert np.mean(bounds) > 0.5
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 
 PLAN = {"noise_multiplier": 0.75, "clipping": "dc_sgd_e", "steps": 100, "settings": {"bins": 20}}
-KILLS = 40  # in each of two ways
 
 # Charges and then "releases" step after step: one byte on the pipe per release. With pieces > 0 every write to the
 # ledger is made in that many bytes at a time, with pauses, so that a kill tears lines, as a power cut may.
@@ -85,11 +84,12 @@ def run_until_killed(directory, pieces, resume, delay):
     return received[0].count(b"r")
 
 
+@pytest.mark.parametrize("kills", [16, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pieces", [0, 16])
-def test_killed_at_random_points_charged_is_never_less_than_released(tmp_path, pieces):
+def test_killed_at_random_points_charged_is_never_less_than_released(tmp_path, pieces, kills):
     rng = random.Random(pieces)
     released, torn = 0, 0
-    for kill in range(KILLS):
+    for kill in range(kills):
         delay = rng.uniform(0, 0.05) if kill % 4 < 3 else -rng.uniform(0.03, 0.12)
         released += run_until_killed(tmp_path, pieces, resume=kill > 0, delay=delay)
         summary = PrivacyLedger.read(tmp_path)

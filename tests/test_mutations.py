@@ -201,6 +201,7 @@ PROCESS_MUTATIONS = (
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.usefixtures("fewer_draws")
 def test_the_audit_refutes_it(mutation: Mutation, monkeypatch: pytest.MonkeyPatch, count: Count) -> None:
     mutation.break_it(monkeypatch)
     (report,) = audit_strategy("dc_sgd_e", levels=(mutation.level,))

@@ -49,6 +49,7 @@ from hf_dcsgd.runs.trace import read_trace
 pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 USERS = 40
+ALPHA = 1e-9  # a sampler that is right fails one of some eighty comparisons once in ten million runs
 
 
 def owners(n: int, users: int = USERS, seed: int = 3) -> list[str]:
@@ -212,11 +213,11 @@ def test_units_are_drawn_at_rate_q_once_and_on_one_rank_only(world_size: int) ->
                 ranks_of.setdefault(unit, set()).add(rank)
     assert all(len(ranks) == 1 for ranks in ranks_of.values())
     for unit in range(20):
-        assert stats.binomtest(seen[unit], steps, 0.25).pvalue > 1e-5
+        assert stats.binomtest(seen[unit], steps, 0.25).pvalue > ALPHA
         counts = [rows_seen[row] for row in units.of_rank(0, 1)[unit]]
         if len(counts) > 3:
             # Rows of one draw exclude each other, which makes counts more alike than independent ones.
-            assert stats.chisquare(counts).pvalue > 1e-5
+            assert stats.chisquare(counts).pvalue > ALPHA
 
 
 def test_a_sampler_that_is_sent_away_does_not_foretell_draws() -> None:
@@ -376,8 +377,15 @@ def test_the_unit_is_named_wherever_the_guarantee_is(tmp_path: Path, capsys: pyt
     assert "units of privacy, a public number" in said["page"]
 
 
-@pytest.mark.parametrize("kind", ["arrow", "list"])
-@pytest.mark.parametrize("remove_unused", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "remove_unused"),
+    [
+        ("arrow", True),
+        ("list", False),
+        pytest.param("arrow", False, marks=pytest.mark.slow),
+        pytest.param("list", True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_column_reaches_no_collator(tmp_path: Path, kind: str, remove_unused: bool) -> None:
     rows: Any = [{**row, "user_id": f"secret-{k % 30}"} for k, row in enumerate(text_rows(60))]
     rows = Dataset.from_list(rows) if kind == "arrow" else rows
@@ -449,6 +457,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert FEATURES >= CLASSES
 
 
+@pytest.mark.slow
 def test_a_trunk_cache_changes_nothing(tmp_path: Path) -> None:
     rows = [{**row, "user_id": user} for row, user in zip(text_rows(80), owners(80), strict=True)]
     found = []

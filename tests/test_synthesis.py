@@ -328,6 +328,7 @@ def test_a_whole_synthesis(tmp_path: Path, tiny_llama: str, train_file: Path, fi
     assert len(PrivacyLedger.read(out).runs) == 2, "more rows cost nothing"
 
 
+@pytest.mark.slow
 def test_public_shares_cost_nothing_and_persons_are_units(
     tmp_path: Path, tiny_llama: str, train_file: Path, finished_texts: None
 ) -> None:

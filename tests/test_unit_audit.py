@@ -24,7 +24,8 @@ ROWS = 3
 REFUTED = "broken variant refuted by the audit"
 
 
-@pytest.mark.parametrize("clipping", ["dc_sgd_e", "fixed"])
+@pytest.mark.parametrize("clipping", ["dc_sgd_e", pytest.param("fixed", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("fewer_draws")
 def test_the_audit_of_units_passes(clipping: str, count: Count) -> None:
     for report in audit_strategy(clipping, levels=(0, 1), rows_per_unit=ROWS):
         assert report.passed, str(report)
