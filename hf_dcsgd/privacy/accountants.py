@@ -115,7 +115,7 @@ def common_interval(parts: Sequence[tuple[DpEvent, int]]) -> float:
     the huge ones fit: ε is an upper bound on any grid.
     """
     losses = [_losses(step, count) for step, count in parts]
-    # By Hoeffding's inequality hardly any sum of n losses is farther off; dp_accounting cuts the rest, and adds it to δ.
+    # By Hoeffding's inequality hardly any sum is farther off; dp_accounting cuts the rest off, and adds it to δ.
     widths = [loss.largest + 20 * math.sqrt(loss.times) * min(loss.deviation, loss.largest) for loss in losses]
     return max(
         min(pld_interval(step, count) for step, count in parts),
