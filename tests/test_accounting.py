@@ -64,8 +64,8 @@ def opacus_epsilon(noise_multiplier: float, sampling_rate: float, steps: int, de
     ("accountant", "figures", "epsilon"),
     [
         *(("rdp", RDP_SIGMAS, epsilon) for epsilon in EPSILONS),
-        ("pld", PLD_SIGMAS, 2),
-        *(pytest.param("pld", PLD_SIGMAS, epsilon, marks=pytest.mark.slow) for epsilon in EPSILONS[1:]),
+        # `test_cli.py` has that of ε = 2.
+        *(pytest.param("pld", PLD_SIGMAS, epsilon, marks=pytest.mark.slow) for epsilon in EPSILONS),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value),
 )
@@ -244,7 +244,7 @@ def test_calibration_is_safe_and_tight(epsilon: float, delta: float, rate: float
 
 @pytest.mark.parametrize(
     ("epsilon", "delta", "rate", "steps"),
-    [(3, 1e-6, 0.05, 500), (0.1, 1e-5, 0.01, 20), (1, 1e-5, 1.0, 10)],
+    [pytest.param(3, 1e-6, 0.05, 500, marks=pytest.mark.slow), (0.1, 1e-5, 0.01, 20), (1, 1e-5, 1.0, 10)],
 )
 def test_pld_calibration_is_safe_and_tight(epsilon: float, delta: float, rate: float, steps: int):
     budget = {"sampling_rate": rate, "steps": steps, "delta": delta, "accountant": "pld"}

@@ -180,7 +180,7 @@ def test_a_classifier_that_averages_over_padding(moved_by: Callable[..., float])
     assert moved_by(AveragingClassifier, equal_rows(longer=48), trainable_layers="all") <= 1.0001
 
 
-@pytest.mark.parametrize("kind", ["flaubert", "fnet"])
+@pytest.mark.parametrize("kind", ["flaubert", pytest.param("fnet", marks=pytest.mark.slow)])
 def test_models_that_are_not_indifferent_to_padding(kind: str, moved_by: Callable[..., float]) -> None:
     common = {"vocab_size": 64, "num_labels": 3, "pad_token_id": 0, "max_position_embeddings": 64}
     if kind == "flaubert":

@@ -60,8 +60,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 GENERATED = ["--predict_with_generate", "--generation_max_length", "12"]
 SCRIPTS: list[tuple[Any, str, list[str], str]] = [
     (scripts.run_summarization, "t5", [*GENERATED, "--do_predict"], "eval_overlap"),
-    (scripts.run_summarization, "bart", [*GENERATED, "--num_beams", "2"], "eval_gen_len"),
-    (scripts.run_translation, "bart", ["--label_smoothing_factor", "0.1"], "eval_loss"),
+    pytest.param(
+        scripts.run_summarization, "bart", [*GENERATED, "--num_beams", "2"], "eval_gen_len", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        scripts.run_translation, "bart", ["--label_smoothing_factor", "0.1"], "eval_loss", marks=pytest.mark.slow
+    ),
     pytest.param(
         *(
             scripts.run_translation,
@@ -72,7 +76,7 @@ SCRIPTS: list[tuple[Any, str, list[str], str]] = [
         marks=pytest.mark.slow,
     ),
     pytest.param(scripts.run_seq2seq_qa, "t5", GENERATED, "eval_exact_match", marks=pytest.mark.slow),
-    (scripts.run_speech_recognition_seq2seq, "whisper", GENERATED, "eval_overlap"),
+    pytest.param(scripts.run_speech_recognition_seq2seq, "whisper", GENERATED, "eval_overlap", marks=pytest.mark.slow),
 ]
 
 

@@ -57,6 +57,7 @@ def test_topic_alone_does_not_give_the_label() -> None:
     assert 0.4 < share < 0.65
 
 
+@pytest.mark.slow
 def test_demo_runs_to_its_end_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=() if task in ("text-generation", "image-classification") else pytest.mark.slow)
+        for task in MODELS
+    ],
+)
 def test_every_task_is_found_from_the_configuration(tmp_path: Path, task: str):
     found = diagnose(tmp_path, MODELS[task]())
     assert found["refused"] == []
@@ -132,6 +138,7 @@ def test_a_base_model_gets_the_head_that_is_asked_for(tmp_path: Path):
     assert found["loss"] == "token_classification"
 
 
+@pytest.mark.slow
 def test_regression_and_several_labels(tmp_path: Path):
     for name, settings in (("one", {"num_labels": 1}), ("many", {"problem_type": "multi_label_classification"})):
         model = hf.BertForSequenceClassification(hf.BertConfig(**{**ENCODER, **settings}))
@@ -158,6 +165,7 @@ def test_an_unknown_layer_is_refused_with_near_matches(tmp_path: Path, capsys: p
     assert "bert.pooler" in shown
 
 
+@pytest.mark.slow
 def test_slow_parameters_are_listed(tmp_path: Path):
     config = hf.T5Config(
         vocab_size=40, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0

@@ -115,7 +115,7 @@ def test_some_rows_that_look_alike_are_normal(train: Dataset) -> None:
     refuse_training_data(Dataset.from_dict({"x": [1.0] * 100}), Dataset.from_dict({"x": [1.0] * 90}))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_short_rows_in_long_padding_are_told_apart(train: Dataset, side: str) -> None:
     def padded(dataset: Dataset) -> Dataset:
         rows = [ids[:20] for ids in dataset["input_ids"]]

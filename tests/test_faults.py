@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -26,7 +27,7 @@ from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 from hf_dcsgd.privacy.mechanism import BudgetExhausted, DPMechanism
 from hf_dcsgd.runs.checkpoints import is_complete, last_complete_checkpoint, require_complete
 
-pytestmark = pytest.mark.proof
+pytestmark = [pytest.mark.usefixtures("quick_statements"), pytest.mark.proof]
 
 STEPS = 40
 KILLS = "fault: kill -9 of a training process, at a random point, resumed"
@@ -122,9 +123,25 @@ def kill_and_resume(folder: Path, steps: int, generator: random.Random) -> int:
         kills += 1
 
 
+@pytest.mark.usefixtures("no_report_page")
 def test_a_run_that_is_killed_again_and_again_ends_within_its_budget(tmp_path: Path, count: Count) -> None:
-    count(KILLS, kill_and_resume(tmp_path, 24, random.Random(0)))
-    assert PrivacyLedger.read(tmp_path).runs[-1].charged == 24
+    count(KILLS, kill_and_resume(tmp_path, 16, random.Random(0)))
+    assert PrivacyLedger.read(tmp_path).runs[-1].charged == 16
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps; each test takes a copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_dcsgd.reporting.report.try_to_write_report", lambda run_dir: None)
+        make_trainer(folder, max_steps=8).train()
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -139,28 +156,26 @@ def test_a_hundred_kills(tmp_path: Path, count: Count) -> None:
     count(KILLS, kills)
 
 
-def test_an_unfinished_checkpoint_is_passed_over(tmp_path: Path, count: Count) -> None:
-    trainer = make_trainer(tmp_path, max_steps=6)
-    trainer.train()
-    last = tmp_path / "checkpoint-6"
+def test_an_unfinished_checkpoint_is_passed_over(run_dir: Path, count: Count) -> None:
+    last = run_dir / "checkpoint-8"
     state = (last / "trainer_state.json").read_text()
     (last / "trainer_state.json").write_text(state[: len(state) // 2])
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
-    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-6"):
+    assert last_complete_checkpoint(run_dir) == str(run_dir / "checkpoint-6")
+    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-8"):
         require_complete(last)
-    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-6"):
-        make_trainer(tmp_path, max_steps=6).train(resume_from_checkpoint=str(last))
-    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"complete checkpoint at .*checkpoint-8"):
+        make_trainer(run_dir, max_steps=8).train(resume_from_checkpoint=str(last))
+    (run_dir / "empty").mkdir()
     with pytest.raises(ValueError, match="found none"):
-        last_complete_checkpoint(tmp_path / "empty")
+        last_complete_checkpoint(run_dir / "empty")
     count("fault: a checkpoint that was not written to its end", 1)
 
 
 def test_a_full_disk_stops_the_step_before_it_is_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report_page: None, count: Count
 ) -> None:
     """The disk fills up while a charge is written: nothing of that step comes out."""
-    trainer = make_trainer(tmp_path)
+    trainer = make_trainer(tmp_path, steps=12)
     write, releases = os.write, []
     released = DPMechanism.release
 
@@ -174,17 +189,17 @@ def test_a_full_disk_stops_the_step_before_it_is_released(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(handle, data)
 
-    monkeypatch.setattr(DPMechanism, "release", counted)
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(DPMechanism, "release", counted)
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            trainer.train()
     assert len(releases) == 7
-    monkeypatch.undo()
     assert PrivacyLedger.read(tmp_path).runs[-1].charged >= 7
-    resumed = make_trainer(tmp_path)
+    resumed = make_trainer(tmp_path, steps=12)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.mechanism is not None
-    assert resumed.mechanism.charged == STEPS
+    assert resumed.mechanism.charged == 12
     count("fault: no space for a charge", 1)
 
 
@@ -234,12 +249,13 @@ def lockable(folder: Path) -> Iterator[tuple[Callable[[], object], Callable[[], 
         subprocess.run([*unlock, folder], check=True)
 
 
+@pytest.mark.usefixtures("no_report_page")
 @pytest.mark.parametrize(("fault", "disk"), [("full", small_disk), ("read-only", lockable)], ids=["full", "read-only"])
 def test_a_disk_that_really_fails_while_the_run_saves(
     fault: str, disk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: Count
 ) -> None:
     """Nothing is lost but the steps since the last checkpoint; mended, the run resumes and ends within its budget."""
-    steps, releases = 60, []
+    steps, releases = 20, []
     released = DPMechanism.release
 
     def counted(self: DPMechanism, clipped_sum: torch.Tensor):
@@ -291,9 +307,8 @@ def test_a_read_only_output_directory_is_refused_before_anything_is_released(
         ("garbage", "expected a run|was changed|is not an entry"),
     ],
 )
-def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str, count: Count) -> None:
-    make_trainer(tmp_path, max_steps=8).train()
-    path = tmp_path / PrivacyLedger.FILENAME
+def test_a_damaged_ledger_is_refused(run_dir: Path, damage: str, message: str, count: Count) -> None:
+    path = run_dir / PrivacyLedger.FILENAME
     lines = path.read_text().splitlines(keepends=True)
     if damage == "delete":
         path.unlink()
@@ -308,15 +323,14 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path, damage: str, message: str, 
     else:
         path.write_bytes(b"\x00\xff garbage\n" * 10)
     with pytest.raises(LedgerError, match=message):
-        make_trainer(tmp_path, max_steps=8).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        make_trainer(run_dir, max_steps=8).train(resume_from_checkpoint=str(run_dir / "checkpoint-4"))
     count("fault: a damaged ledger", 1)
 
 
-def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path, count: Count) -> None:
-    make_trainer(tmp_path, max_steps=8).train()
+def test_a_checkpoint_of_another_plan_is_refused(run_dir: Path, count: Count) -> None:
     with pytest.raises(ValueError, match=r"target_epsilon: 8\.0 in the checkpoint, 2\.0 now"):
-        make_trainer(tmp_path, max_steps=8, target_epsilon=2.0).train(
-            resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+        make_trainer(run_dir, max_steps=8, target_epsilon=2.0).train(
+            resume_from_checkpoint=str(run_dir / "checkpoint-4")
         )
     count("fault: a checkpoint of another plan", 1)
 

@@ -73,7 +73,7 @@ def check_units(name: str, of_row: Tensor, seed: int = 0) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(of_row=units_of_rows(), seed=st.integers(0, 1000))
 def test_norms_and_sums_over_units_equal_autograd(name: str, of_row: list[int], seed: int) -> None:
     check_units(name, torch.tensor(of_row), seed)

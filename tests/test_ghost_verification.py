@@ -80,7 +80,10 @@ def test_one_example_alone_cannot_tell_the_layout(layout):
     check_exact(clipper, inputs(5, 5, seed=1))
 
 
-@pytest.mark.parametrize("name", ["xlnet", "t5", "mpnet", "bert", "bart", "deberta_v2"])
+@pytest.mark.parametrize(
+    "name",
+    ["xlnet", "t5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpnet", "bert", "bart", "deberta_v2"))],
+)
 def test_models_at_a_batch_size_that_equals_the_length(name):
     architecture = ARCHITECTURES[name]
     model = architecture.build().eval()

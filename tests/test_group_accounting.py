@@ -22,7 +22,7 @@ def mixture_density(x: np.ndarray, sigma: float, rate: float, group: int) -> np.
 
 def one_step_epsilon(sigma: float, rate: float, group: int, delta: float) -> float:
     """The smallest ε with ∫ max(0, P − e^ε·Q) ≤ δ, for both orders of with and without the group."""
-    x = np.linspace(-12 * sigma, group + 12 * sigma, 2_000_001)
+    x = np.linspace(-12 * sigma, group + 12 * sigma, 400_001)
     densities = mixture_density(x, sigma, rate, group), stats.norm.pdf(x, 0, sigma)
 
     def excess(epsilon: float) -> float:
@@ -34,9 +34,11 @@ def one_step_epsilon(sigma: float, rate: float, group: int, delta: float) -> flo
     return optimize.brentq(excess, 1e-6, 60)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-@pytest.mark.parametrize(("sigma", "rate"), [(1.5, 0.2), (2.5, 0.05)])
-def test_one_step_agrees_with_integration(group: int, sigma: float, rate: float) -> None:
+@pytest.mark.parametrize(
+    ("sigma", "rate", "group"),
+    [(1.5, 0.2, 1), (2.5, 0.05, 1), (2.5, 0.05, 2), pytest.param(1.5, 0.2, 2, marks=pytest.mark.slow)],
+)
+def test_one_step_agrees_with_integration(sigma: float, rate: float, group: int) -> None:
     found = epsilon_spent(
         noise_multiplier=sigma, sampling_rate=rate, steps=1, delta=DELTA, accountant="pld", group_size=group
     )
@@ -86,6 +88,7 @@ def test_without_sampling_a_group_is_a_sensitivity() -> None:
     assert epsilon_spent(noise_multiplier=6.0, **common, group_size=3) == epsilon_spent(noise_multiplier=2.0, **common)
 
 
+@pytest.mark.slow
 def test_a_calibrated_plan_meets_its_budget_for_the_unit() -> None:
     unit = PrivacyUnit("user_id", 1000, 2, BY_ROW)
     plan = PrivacyPlan.create(

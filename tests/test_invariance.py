@@ -51,7 +51,9 @@ def texts(output_dir: Path, batch: int, accumulation: int, **changes: Any) -> DC
     )
 
 
-@pytest.mark.parametrize(("batch", "accumulation"), [(8, 4), (1, 32), (16, 2)])
+@pytest.mark.parametrize(
+    ("batch", "accumulation"), [(8, 4), *(pytest.param(*cut, marks=pytest.mark.slow) for cut in ((1, 32), (16, 2)))]
+)
 def test_splits_of_the_logical_batch(tmp_path: Path, whole_batches: tuple, batch: int, accumulation: int) -> None:
     assert len(whole_batches[1]) == 4
     assert len({values["clip_threshold"] for values in whole_batches[1]}) > 1
@@ -63,9 +65,8 @@ def test_another_seed_gives_another_model(tmp_path: Path, whole_batches: tuple) 
     assert (other - whole_batches[0]).norm() > 0.1
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_that_fetch_the_data(tmp_path: Path, whole_batches: tuple, workers: int) -> None:
-    trainer = texts(tmp_path, 8, 4, dataloader_num_workers=workers)
+def test_workers_that_fetch_the_data(tmp_path: Path, whole_batches: tuple) -> None:
+    trainer = texts(tmp_path, 8, 4, dataloader_num_workers=2)
     assert_same(outcome(trainer), whole_batches)
 
 

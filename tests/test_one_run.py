@@ -41,6 +41,7 @@ def test_a_private_run_is_audited_and_drawn(
     assert "of 20 guesses about 60 canaries were right: ε ≥" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_canaries_that_are_persons_with_several_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report_page: None
 ) -> None:

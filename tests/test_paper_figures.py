@@ -9,6 +9,7 @@ from worker_pool import WorkerPool
 SCRIPT = Path(__file__).parents[1] / "examples" / "paper" / "figures.py"
 
 
+@pytest.mark.slow
 def test_figures_are_drawn(tmp_path: Path, workers: WorkerPool) -> None:
     pytest.importorskip("matplotlib")
     ended = workers.run(1, [SCRIPT, "--output-dir", tmp_path / "new" / "folder"])

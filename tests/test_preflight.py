@@ -72,7 +72,14 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layerdrop",
+        "SpecAugment",
+        *(pytest.param(f"{side}_layerdrop", marks=pytest.mark.slow) for side in ("encoder", "decoder")),
+    ],
+)
 def test_random_numbers_of_a_whole_stack_are_found_without_a_list_of_names(name: str):
     build, settings, cure, row = SHARED[name]
     with pytest.raises(BatchCouplingError):

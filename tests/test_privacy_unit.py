@@ -106,7 +106,7 @@ def test_a_selected_shuffled_transformed_dataset_is_grouped_by_what_it_shows() -
     assert as_sets(group_rows(data.with_transform(lambda rows: {"x": rows["x"]}), "user")) == by_dict(shown)
 
 
-@pytest.mark.parametrize("kind", ["whole", "shuffled"])
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "shuffled"])
 def test_a_million_rows_take_seconds_and_little_memory(kind: str) -> None:
     users = np.random.default_rng(0).integers(0, 100_000, 1_000_000)
     data = Dataset.from_dict({"user": pa.array(users).cast(pa.string())})

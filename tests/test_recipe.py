@@ -15,6 +15,8 @@ from hf_dcsgd import DCSGDTrainer, DCSGDTrainingArguments, PrivacyPlan, PrivateS
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.reporting.plan_table import describe_recipe, little_to_expect
 
+pytestmark = pytest.mark.usefixtures("no_report_page")
+
 
 def cross_entropy(logits, labels):
     return nn.functional.cross_entropy(logits, labels, reduction="none")
@@ -33,7 +35,13 @@ def plan_of(args, dataset_size):
 
 @pytest.mark.parametrize(
     ("dataset_size", "batch_size"),
-    [(67_349, 3328), (20_000, 1024), (8_551, 384), (2_490, 256), (600, 150), (10**6, 4096), (3, 1)],
+    [
+        (20_000, 1024),
+        (600, 150),
+        (3, 1),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((67_349, 3328), (8_551, 384), (2_490, 256))),
+        pytest.param(10**6, 4096, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_are_a_twentieth_of_the_data_within_limits(tmp_path, dataset_size, batch_size):
     args = arguments(tmp_path, target_epsilon=8)

@@ -288,7 +288,10 @@ class PageReader(HTMLParser):
         self.text += data
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=() if name in ("dc_sgd_e", "auto_clip") else pytest.mark.slow) for name in STRATEGIES],
+)
 def test_the_page_of_every_strategy(tmp_path: Path, strategy: str):
     simulate(tmp_path, clipping=strategy)
     page = write(tmp_path).read_text()

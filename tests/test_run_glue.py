@@ -272,6 +272,7 @@ def test_mnli_is_evaluated_and_predicted_on_both_sets(tmp_path: Path, tiny_bert:
     assert len((out / "predictions_mnli_test_mismatched.tsv").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_regression_task_trains_and_predicts_scores(tmp_path: Path, tiny_bert: str) -> None:
     root = write_official(tmp_path, "stsb")
     out = tmp_path / "out"
@@ -284,6 +285,7 @@ def test_regression_task_trains_and_predicts_scores(tmp_path: Path, tiny_bert: s
     float((out / "predictions_stsb_test.tsv").read_text().splitlines()[1].split("\t")[1])
 
 
+@pytest.mark.slow
 def test_own_files_with_labelled_test_data(tmp_path: Path, tiny_bert: str, messages: Path) -> None:
     test = write_rows(message_rows()[:6], tmp_path / "test.parquet")
     out = tmp_path / "out"
@@ -310,6 +312,8 @@ def test_texts_longer_than_the_model_takes_are_cut(tmp_path: Path, tiny_bert: st
     assert code == 0
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report_page")
 def test_lora_run_saves_adapters_that_load_again(tmp_path: Path, tiny_bert: str, messages: Path) -> None:
     out = tmp_path / "out"
     held_out = tmp_path / "validation.csv"
@@ -347,6 +351,7 @@ def test_non_private_reference_says_so(
     assert "epsilon" not in json.loads((tmp_path / "out" / "train_results.json").read_text())
 
 
+@pytest.mark.usefixtures("no_report_page")
 def test_interrupted_run_is_offered_and_resumed(
     tmp_path: Path,
     tiny_bert: str,

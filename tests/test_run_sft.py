@@ -182,7 +182,14 @@ def test_texts_are_generated_in_the_order_of_their_prompts(tiny_llama: str) -> N
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("chat", chat_rows()), ("prompt", prompt_rows()), ("text", text_rows())])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("chat", chat_rows()),
+        pytest.param("prompt", prompt_rows(), marks=pytest.mark.slow),
+        pytest.param("text", text_rows(), marks=pytest.mark.slow),
+    ],
+)
 def test_each_kind_of_rows_trains_adapters(
     kind: str, rows: list[dict[str, Any]], tmp_path: Path, tiny_llama: str
 ) -> None:
@@ -211,6 +218,7 @@ def test_each_kind_of_rows_trains_adapters(
         assert 0 <= results["test_bleu"] <= 100
 
 
+@pytest.mark.slow
 def test_adapters_go_on_and_are_evaluated_from_their_folder(tmp_path: Path, tiny_llama: str) -> None:
     rows = write(prompt_rows(), tmp_path / "train.jsonl")
     held_out = write([{"prompt": "x", "completion": "y"}], tmp_path / "dev.jsonl")
@@ -241,6 +249,7 @@ def test_whole_persons_are_protected_if_a_column_names_them(tmp_path: Path, tiny
     assert PrivacyLedger.read(tmp_path / "out").plan["dataset_size"] == 10
 
 
+@pytest.mark.slow
 def test_a_yaml_file_holds_all_options(tmp_path: Path, tiny_llama: str) -> None:
     rows = write(prompt_rows(), tmp_path / "train.jsonl")
     options = {**QUICK, "model_name_or_path": tiny_llama, "train_file": str(rows), "output_dir": str(tmp_path / "out")}

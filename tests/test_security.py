@@ -109,22 +109,26 @@ def test_the_bomb_goes_off_when_unpickled(tmp_path: Path) -> None:
     assert (tmp_path / "mark").exists()
 
 
+OF_OURS = ("privacy_ledger.jsonl", "privacy_trace.jsonl", "privacy_run.json", "checkpoint-2/trainer_state.json")
+OF_TORCH = (
+    "checkpoint-2/training_args.bin",
+    "checkpoint-2/rng_state.pth",
+    "checkpoint-2/optimizer.pt",
+    "checkpoint-2/scheduler.pt",
+    "checkpoint-2/model.safetensors",
+    "checkpoint-2/pytorch_model.bin",
+)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "zipped"),
     [
-        "privacy_ledger.jsonl",
-        "privacy_trace.jsonl",
-        "privacy_run.json",
-        "checkpoint-2/trainer_state.json",
-        "checkpoint-2/training_args.bin",
-        "checkpoint-2/rng_state.pth",
-        "checkpoint-2/optimizer.pt",
-        "checkpoint-2/scheduler.pt",
-        "checkpoint-2/model.safetensors",
-        "checkpoint-2/pytorch_model.bin",
+        *((name, False) for name in OF_OURS),
+        *((name, True) for name in OF_TORCH),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in OF_OURS),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in OF_TORCH),
     ],
 )
-@pytest.mark.parametrize("zipped", [False, True], ids=["bare pickle", "torch file"])
 @pytest.mark.usefixtures("no_report_page")
 def test_a_pickle_in_place_of_a_file_is_never_run(finished: Path, tmp_path: Path, name: str, zipped: bool) -> None:
     folder, mark = tmp_path / "run", tmp_path / "mark"

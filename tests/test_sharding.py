@@ -259,7 +259,8 @@ def test_report_and_record_name_the_sharding(pair: Path) -> None:
     assert plain["total_parameters"] == record["total_parameters"]
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_and_other_numbers_of_processes_resume_it(
     workers: WorkerPool, tmp_path: Path, victim: int
 ) -> None:

@@ -117,7 +117,14 @@ def task_rows(task: Task, n: int = 32) -> list[dict[str, Any]]:
     return [{"input_ids": tokens, **task.label(tokens, label)} for tokens, label in rows]
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+BY_DEFAULT = ("sequence_classification", "causal_lm", "seq2seq")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=() if task.name in BY_DEFAULT else pytest.mark.slow) for task in TASKS],
+    ids=lambda task: task.name,
+)
 def test_the_loss_falls_and_the_books_are_right(tmp_path: Path, task: Task) -> None:
     """Full batches and little noise, so that a few steps are enough: do gradients and labels meet?"""
     model, tokenizer = task.model(), tiny_tokenizer()
@@ -223,7 +230,10 @@ def test_a_script_with_two_names_changed(tmp_path: Path, private: bool) -> None:
     options = {key: value for key, value in quiet().items() if key not in ("save_strategy", "dataloader_pin_memory")}
     done = fine_tune(*names, tmp_path, **options)
     trainer = done["trainer"]
-    assert done["evaluation"]["eval_accuracy"] > (0.2 if private else 0.5)  # chance is 0.33
+    reached = [line["eval_accuracy"] for line in trainer.state.log_history if "eval_accuracy" in line]
+    assert len(reached) == 4
+    assert done["evaluation"]["eval_accuracy"] == max(reached), "the best model was loaded"
+    assert private or max(reached) > 0.5  # chance is 0.33
     assert done["predictions"].predictions.shape == (48, 3)
     assert done["predictions"].label_ids is None
     assert {path.name for path in tmp_path.glob("*.json")} >= {

@@ -122,6 +122,7 @@ def test_a_dry_run_shows_plan_recipe_and_cost_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
+@pytest.mark.slow
 def test_a_file_holds_the_options_and_those_after_it_have_the_last_word(folder: Path, tmp_path: Path) -> None:
     options = {
         "task": "token-classification", "model": str(folder / "bert"), "train_file": str(folder / "tagged.csv"),
@@ -150,6 +151,7 @@ def test_a_dataset_by_its_name_whole_persons_and_the_cache(folder: Path, tmp_pat
     assert "user_id" in report["guarantee"]["sentence"]
 
 
+@pytest.mark.slow
 def test_adapters_of_a_language_model(folder: Path, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "llama")
     rows = [{"prompt": f"say {k}", "completion": f"{k} it is"} for k in range(ROWS)]
@@ -191,6 +193,7 @@ def test_errors_are_one_line_with_code_2(
     assert not (tmp_path / "out" / PrivacyLedger.FILENAME).exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_there_is_not_repeated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*text_options(folder, output_dir=tmp_path / "out", cache_dir=tmp_path / "cache"), *SHORT]
     assert call(*options) == 0

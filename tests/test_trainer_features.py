@@ -46,8 +46,8 @@ def logged(trainer: DCSGDTrainer, name: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("changes", "evaluations"),
     [
-        ({"eval_strategy": "no"}, 0),
-        ({"eval_strategy": "epoch"}, 2),
+        pytest.param({"eval_strategy": "no"}, 0, marks=pytest.mark.slow),
+        pytest.param({"eval_strategy": "epoch"}, 2, marks=pytest.mark.slow),
         ({"eval_strategy": "steps", "eval_steps": 4}, 2),
         ({"eval_strategy": "epoch", "eval_on_start": True}, 3),
     ],
@@ -133,8 +133,8 @@ def test_a_trainer_without_training_data_evaluates(tmp_path: Path) -> None:
     [
         ({"optim": "sgd", "optim_args": "momentum=0.9"}, torch.optim.SGD),
         ({"optim": "adamw_torch"}, torch.optim.AdamW),
-        ({"optim": "adafactor"}, hf.Adafactor),
-        ({"optim": "rmsprop"}, torch.optim.RMSprop),
+        pytest.param({"optim": "adafactor"}, hf.Adafactor, marks=pytest.mark.slow),
+        pytest.param({"optim": "rmsprop"}, torch.optim.RMSprop, marks=pytest.mark.slow),
     ],
 )
 def test_optimizers(tmp_path: Path, changes: dict, kind: type) -> None:
@@ -171,8 +171,8 @@ def test_an_optimizer_made_by_the_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "rates"),
     [
-        ({}, [0.1] * 4),
-        ({"lr_scheduler_type": "linear"}, [0.1, 0.075, 0.05, 0.025]),
+        pytest.param({}, [0.1] * 4, marks=pytest.mark.slow),
+        pytest.param({"lr_scheduler_type": "linear"}, [0.1, 0.075, 0.05, 0.025], marks=pytest.mark.slow),
         ({"lr_scheduler_type": "cosine"}, [0.1, 0.0853553, 0.05, 0.0146447]),
         ({"lr_scheduler_type": "linear", "warmup_steps": 2}, [0.0, 0.05, 0.1, 0.05]),
     ],
@@ -219,6 +219,7 @@ def test_bf16(tmp_path: Path) -> None:
     assert 0 < difference < 0.05 * moved
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(tmp_path: Path) -> None:
     settings = {"unsafe_noise_seed": 3, "optim": "sgd", "learning_rate": 0.5}
     plain = text_trainer(tmp_path / "plain", **settings)
@@ -269,7 +270,9 @@ class Points(torch.utils.data.Dataset):
         return {**self.rows[index], "unused": "text"}
 
 
-@pytest.mark.parametrize("kind", ["torch", "datasets", "list"])
+@pytest.mark.parametrize(
+    "kind", ["datasets", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torch", "list"))]
+)
 def test_datasets_of_all_kinds_and_unused_columns(tmp_path: Path, kind: str) -> None:
     data: Any = Points()
     if kind == "list":

@@ -263,8 +263,14 @@ class StopAt(hf.TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step == self.step
 
 
-@pytest.mark.parametrize("stop", [3, 4, 6])
-@pytest.mark.parametrize("ignore_data_skip", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "ignore_data_skip"),
+    [
+        (3, False),
+        (4, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, True), (4, False), (6, False), (6, True))),
+    ],
+)
 def test_a_stopped_run_goes_on_to_its_end(tmp_path: Path, stop: int, ignore_data_skip: bool) -> None:
     """Also from the middle of an epoch, where transformers skips batches of the dataloader."""
     settings = {**SETTINGS, "save_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
@@ -295,7 +301,13 @@ def test_the_same_trainer_may_resume_after_an_interruption(tmp_path: Path) -> No
     assert PrivacyLedger.read(tmp_path).charged == 8
 
 
-@pytest.mark.parametrize("schedule", [{"num_train_epochs": 1}, {"max_steps": 3}, {"max_steps": 6}])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"max_steps": 3},
+        *(pytest.param(more, marks=pytest.mark.slow) for more in ({"num_train_epochs": 1}, {"max_steps": 6})),
+    ],
+)
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, schedule: dict) -> None:
     settings = {**SETTINGS, "save_steps": 1, **schedule}
     feature_trainer(tmp_path, **settings).train()

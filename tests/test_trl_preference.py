@@ -58,11 +58,11 @@ def preference_trainer(
 @pytest.mark.parametrize(
     ("kind", "data", "changes"),
     [
-        ("reward", pairs(), {}),
+        pytest.param("reward", pairs(), {}, marks=pytest.mark.slow),
         ("reward", pairs(margin=lambda number: number / 10), {"center_rewards_coefficient": 0.1}),
         ("dpo", pairs(), {}),
-        ("dpo", pairs(), {"loss_type": ["hinge"], "beta": 0.3}),
-        ("dpo", pairs(), {"loss_type": ["ipo"]}),
+        pytest.param("dpo", pairs(), {"loss_type": ["hinge"], "beta": 0.3}, marks=pytest.mark.slow),
+        pytest.param("dpo", pairs(), {"loss_type": ["ipo"]}, marks=pytest.mark.slow),
     ],
     ids=["reward", "margin", "sigmoid", "hinge", "ipo"],
 )
@@ -94,8 +94,16 @@ def test_each_pair_is_clipped_as_one_with_the_loss_that_trl_gives_it(
     assert_sum(step.clipper, clipped_sum, clipped_sum_of(gradients, torch.full((count,), 0.5)), rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("adapted", [False, True], ids=["layers", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "adapted"),
+    [
+        ("reward", False),
+        ("dpo", True),
+        pytest.param("reward", True, marks=pytest.mark.slow),
+        pytest.param("dpo", False, marks=pytest.mark.slow),
+    ],
+    ids=["reward-layers", "dpo-lora", "reward-lora", "dpo-layers"],
+)
 def test_they_train_and_evaluate_and_tell_nothing_of_training(tmp_path: Path, kind: str, adapted: bool) -> None:
     task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type=task)

@@ -63,7 +63,7 @@ class WatchedPairs(Watched):
         super().release(step)
 
 
-@pytest.fixture(scope="module", params=["dpo", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["reward", pytest.param("dpo", marks=pytest.mark.slow)])
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[WatchedPairs, dict[str, str]]:

@@ -38,9 +38,9 @@ TEXTS = Dataset.from_dict({"text": [f"story {'x' * (number % 9)} {number}" for n
         (conversations(), {}),
         (conversations(), {"assistant_only_loss": True}),
         (completions(), {}),
-        (completions(), {"completion_only_loss": False}),
+        pytest.param(completions(), {"completion_only_loss": False}, marks=pytest.mark.slow),
         (completions(), {"max_length": 18}),  # some completions are cut away, and their rows dropped
-        (TEXTS, {"max_length": 10}),
+        pytest.param(TEXTS, {"max_length": 10}, marks=pytest.mark.slow),
     ],
     ids=["chats", "answers", "completions", "whole", "truncated", "texts"],
 )
@@ -79,7 +79,7 @@ def test_units_may_have_several_conversations(tmp_path: Path) -> None:
     ("data", "changes", "options"),
     [
         (conversations(), {"trainable_layers": "all"}, {}),
-        (completions(), {"trainable_layers": "all", "loss_type": "dft"}, {}),
+        pytest.param(completions(), {"trainable_layers": "all", "loss_type": "dft"}, {}, marks=pytest.mark.slow),
         (completions(), {}, LORA),
     ],
     ids=["chats", "dft", "lora"],
@@ -112,7 +112,12 @@ def test_each_row_is_clipped_with_the_loss_that_trl_gives_it(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_checkpointing": True}, {"bf16": True, "trainable_layers": "all"}, {"loss_type": "chunked_nll"}],
+    [
+        {},
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
+        {"bf16": True, "trainable_layers": "all"},
+        pytest.param({"loss_type": "chunked_nll"}, marks=pytest.mark.slow),
+    ],
     ids=["lora", "checkpointing", "bf16", "chunked"],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # the older name of the loss
@@ -128,6 +133,7 @@ def test_a_model_given_by_name_trains(tmp_path: Path, changes: dict[str, Any]) -
     assert any("lora" in name for name in weights) == ("peft_config" in options)
 
 
+@pytest.mark.slow
 def test_the_loss_falls(tmp_path: Path) -> None:
     trainer = sft_trainer(
         tmp_path,
@@ -229,6 +235,7 @@ class StopAt(TrainerCallback):
         return control
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     def trainer(**options: Any) -> DCSGDSFTTrainer:
         return sft_trainer(tmp_path, options={**LORA, **options}, save_strategy="steps", save_steps=2)

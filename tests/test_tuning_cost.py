@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,8 +33,13 @@ LT = {
 }
 
 
-def figures(table: dict[int, tuple[float, ...]]) -> list[tuple[int, int, float]]:
-    return [(epsilon, runs, sigma) for epsilon, row in table.items() for runs, sigma in zip(RUNS, row, strict=True)]
+def figures(table: dict[int, tuple[float, ...]]) -> list[Any]:
+    """One of each row by default, the whole table among the slow tests."""
+    return [
+        pytest.param(epsilon, runs, sigma, marks=() if number == line % len(row) else pytest.mark.slow)
+        for line, (epsilon, row) in enumerate(table.items())
+        for number, (runs, sigma) in enumerate(zip(RUNS, row, strict=True))
+    ]
 
 
 @pytest.mark.parametrize(("epsilon", "runs", "expected"), figures(COMPOSITION))
@@ -118,7 +124,7 @@ def test_every_total_holds_when_recomputed(method: str, epsilon: float, runs: in
     assert cost.per_run_epsilon == one_run < epsilon
 
 
-@pytest.mark.parametrize("shape", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("shape", [0.5, *(pytest.param(shape, marks=pytest.mark.slow) for shape in (0.0, 2.0))])
 def test_shape_of_the_negative_binomial(shape: float):
     cost = tuning_cost(method="papernot_steinke_tnb", epsilon=2, runs=10, tnb_shape=shape, **QNLI)
     assert recomputed("papernot_steinke_tnb", cost.noise_multiplier, 10, shape) == pytest.approx(2, rel=1e-3)
@@ -158,6 +164,7 @@ def test_totals_are_safe_and_tight():
     assert 2 * (1 - 1e-6) <= total.get_epsilon(QNLI["delta"]) <= 2
 
 
+@pytest.mark.slow
 def test_a_budget_out_of_reach_is_an_answer():
     budget = {"epsilon": 0.005, "delta": 1e-5, "runs": 10, "sampling_rate": 0.01, "steps": 100}
     costs = {cost.method: cost for cost in tuning_costs(**budget)}

@@ -50,6 +50,7 @@ def test_it_holds_every_file_of_the_package(installed: Path) -> None:
     assert {path for path in ours if path.suffix != ".pyc"} == theirs
 
 
+@pytest.mark.slow
 def test_a_client_type_checks_and_mistakes_are_found(installed: Path, tmp_path: Path) -> None:
     text = CLIENT.read_text(encoding="utf-8")
     assert type_check(installed, text, tmp_path).startswith("Success")
