@@ -62,7 +62,7 @@ bench: $(STAMP)  ## side-by-side ratios against plain training and peers
 	HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/run_all.py
 
 docs: $(STAMP)  ## build the documentation into site/ (warnings are errors, no network)
-	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheel: $(STAMP)  ## build the wheel into dist/ and try it in an empty environment with its base dependencies
 	rm -rf dist build

@@ -51,6 +51,8 @@ class DCSGDTrainer(PublishingTrainer):
     private with respect to adding or removing one training example, for the ε and δ of `privacy_report()`; unless the
     report names an opt-out. The evaluation data are not protected.
 
+    Arguments that are not listed here are those of `Trainer`.
+
     Args:
         model (`PreTrainedModel` or `torch.nn.Module`, *optional*):
             The model, loaded; or give `model_init`.
@@ -66,8 +68,6 @@ class DCSGDTrainer(PublishingTrainer):
         rows_per_example (`int`, *optional*, defaults to 1):
             How many rows k of the model's input are one example, such as both texts of a preference pair: inputs of
             shape (n, k, …) are run as n·k rows, and `per_example_loss_func` sees outputs of shape (n, k, …).
-        kwargs:
-            The other arguments are those of `Trainer`.
     """
 
     args: DCSGDTrainingArguments

@@ -31,7 +31,7 @@ class DCSGDRewardTrainer(Bridge, RewardTrainer, DCSGDTrainer):
             As for `RewardTrainer`: a classifier with one label, or the name of a model.
         args (`DCSGDRewardConfig`):
             The arguments of the run.
-        kwargs:
+        named:
             The other arguments are those of `RewardTrainer`, by name.
     """
 
@@ -59,7 +59,7 @@ class DCSGDDPOTrainer(Bridge, DPOTrainer, DCSGDTrainer):
             As for `DPOTrainer`: a causal language model, or the name of one.
         args (`DCSGDDPOConfig`):
             The arguments of the run.
-        kwargs:
+        named:
             The other arguments are those of `DPOTrainer`, by name.
     """
 

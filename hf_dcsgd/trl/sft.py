@@ -27,7 +27,7 @@ class DCSGDSFTTrainer(Bridge, SFTTrainer, DCSGDTrainer):
             As for `SFTTrainer`: a model, or the name of one.
         args (`DCSGDSFTConfig`):
             The arguments of the run.
-        kwargs:
+        named:
             The other arguments are those of `SFTTrainer`, by name.
     """
 
