@@ -41,7 +41,7 @@ deltas = st.floats(-9.0, -2.0).map(lambda exponent: 10**exponent)
 
 
 # Every example takes a tenth of a second or more: few of them, and no shrinking.
-FEW = settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+FEW = settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 def step_event(sampling_rate: float, noise_multipliers: list[float]) -> dp_accounting.DpEvent:

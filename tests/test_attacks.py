@@ -221,7 +221,13 @@ def shared_demonstration(rows: Rows) -> dict[str, Tensor]:
     return pad([{**row, "input_ids": [*shown, *row["input_ids"]]} for row in rows])
 
 
-@pytest.mark.parametrize("collate", [labels_of_the_neighbor, tokens_of_the_neighbor, shared_demonstration])
+@pytest.mark.parametrize(
+    "collate",
+    [
+        tokens_of_the_neighbor,
+        *(pytest.param(more, marks=pytest.mark.slow) for more in (labels_of_the_neighbor, shared_demonstration)),
+    ],
+)
 def test_collators_that_mix_whole_numbers(collate: Any, moved_by: Callable[..., float]) -> None:
     rows = [*equal_rows()[:-1], {"input_ids": [47] * 6, "labels": 2}]
     assert moved_by(tiny_bert, rows, data_collator=collate) <= 1.0001

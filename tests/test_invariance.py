@@ -96,7 +96,13 @@ def test_lengths_that_are_rounded_up(tmp_path: Path, whole_batches: tuple, monke
     assert widths == {8, 16}
 
 
-@pytest.mark.parametrize("clipping", STRATEGIES)
+@pytest.mark.parametrize(
+    "clipping",
+    [
+        pytest.param(name, marks=() if name in ("dc_sgd_e", "dc_sgd_p", "andrew") else pytest.mark.slow)
+        for name in STRATEGIES
+    ],
+)
 def test_every_strategy(tmp_path: Path, clipping: str) -> None:
     runs = [
         feature_trainer(

@@ -74,16 +74,16 @@ def test_histogram_noise_on_a_million_draws():
 
 
 def test_histogram_noise_over_many_steps():
-    mechanism = DPMechanism(make_plan(clipping="dc_sgd_e", steps=2000))
-    draws = [mechanism.release(torch.zeros(6)).values["noisy_histogram"] for _ in range(2000)]
+    mechanism = DPMechanism(make_plan(clipping="dc_sgd_e", steps=1000))
+    draws = [mechanism.release(torch.zeros(6)).values["noisy_histogram"] for _ in range(1000)]
     assert_gaussian(np.array(draws), 5.0)
 
 
 def test_andrew_and_loss_noise_over_many_steps():
-    plan = make_plan(clipping="andrew", steps=3000, loss_clip=2.0, loss_noise_multiplier=6.0)
+    plan = make_plan(clipping="andrew", steps=1500, loss_clip=2.0, loss_noise_multiplier=6.0)
     events = []
     mechanism = DPMechanism(plan, noise=Recorder(events))
-    losses = [mechanism.release(torch.zeros(6)).noisy_loss for _ in range(3000)]
+    losses = [mechanism.release(torch.zeros(6)).noisy_loss for _ in range(1500)]
     assert_gaussian(np.array(losses) * 256, 6.0 * 2.0)
     assert {event[1:3] for event in events if len(event[3]) == 1} == {(0.5, 25.6), (2.0, 6.0)}
 

@@ -85,6 +85,7 @@ def test_canaries_follow_no_rule_and_the_background_does() -> None:
     assert all(5 <= token < 256 for row in background + canaries for token in row["input_ids"])
 
 
+@pytest.mark.slow
 def test_coins_and_data_come_from_the_operating_system_unless_seeded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_report_page: None
 ) -> None:

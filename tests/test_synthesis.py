@@ -228,6 +228,7 @@ def test_distances_are_small_for_texts_of_one_kind() -> None:
     assert others["held_out"]["1-grams"] < 0.3
 
 
+@pytest.mark.slow
 def test_classifiers_on_real_and_synthetic_rows_are_compared() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(2, (3000,), generator=generator)

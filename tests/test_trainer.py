@@ -536,7 +536,7 @@ def test_batch_norm_is_refused_unless_frozen(tmp_path: Path) -> None:
     assert torch.equal(frozen.norm.running_mean, statistics)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16])
 def test_models_in_half_precision_are_trained_in_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
     trainer = text_trainer(tmp_path, model=tiny_bert().to(dtype), max_steps=2)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}

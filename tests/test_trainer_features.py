@@ -201,6 +201,7 @@ def test_a_schedule_that_follows_the_evaluation(tmp_path: Path) -> None:
 # --- precision, memory, speed ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bf16(tmp_path: Path) -> None:
     """Autocast around the forward; parameters, norms and noise in fp32, near the result in fp32."""
     settings = {"unsafe_noise_seed": 3, "optim": "sgd", "learning_rate": 0.5, "clipping": "fixed"}

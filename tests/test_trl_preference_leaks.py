@@ -19,6 +19,8 @@ from hf_dcsgd.data.rows import Batch
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.trl.preference import REFERENCE
 
+pytestmark = pytest.mark.slow  # `test_trl_preference.py` looks at the log of such runs
+
 # What TRL gathers from training batches, under names of its own.
 THEIRS = re.compile(
     r"""(["']|train/)((min|mean|max)_reward|margin|accuracy|entropy|num_tokens|(rewards|logps|logits)/\w+)\b"""
@@ -63,7 +65,7 @@ class WatchedPairs(Watched):
         super().release(step)
 
 
-@pytest.fixture(scope="module", params=["reward", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=KINDS)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[WatchedPairs, dict[str, str]]:

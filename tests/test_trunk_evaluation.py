@@ -101,6 +101,7 @@ def test_changed_and_cut_off_files_are_computed_again(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in files] == whole
 
 
+@pytest.mark.slow
 def test_a_model_that_shows_its_frozen_blocks_is_evaluated_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
