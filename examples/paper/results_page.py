@@ -80,14 +80,14 @@ def best(results: Iterable[Result]) -> str:
         return statistics.mean(result["accuracy"] for result in groups[options])
 
     winner = max(groups, key=mean)
-    shown = ", ".join(f"{_short(name)} = {value:g}" for name, value in json.loads(winner).items())
+    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(winner).items() if name in _SHORT)
     tried = f", of {len(groups)}" if len(groups) > 1 else ""
     text = mean_and_error([result["accuracy"] for result in groups[winner]])
     return f"{text} [{shown}{tried}]" if shown else text
 
 
-def _short(name: str) -> str:
-    return {"clip_threshold": "C", "percentile": "p", "learning_rate": "rate"}.get(name, name)
+# What a grid is over, as tables call it; other options are the same in all runs of a method.
+_SHORT = {"clip_threshold": "C", "percentile": "p", "learning_rate": "rate"}
 
 
 def chosen(results: Iterable[Result], **wanted: Any) -> list[Result]:
