@@ -33,7 +33,7 @@ demo: $(RUNS)  ## fine-tune a real BERT privately on generated data (a few minut
 	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(BIN)/python examples/glue/demo.py
 
 test: $(STAMP)  ## the default test suite
-	$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
+	$(TEST_ENV) $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)  ## everything marked slow, and counts of the faults and bad inputs that were tried
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m 'slow or proof' -n auto --dist load --timeout 3600
@@ -47,7 +47,7 @@ test-release: $(STAMP)  ## the tests that rest on transformers, with another rel
 	grep -viE '^(transformers|tokenizers|huggingface[-_]hub)==' constraints.txt > $(VENV)/other-constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --target $(OTHER) \
 		--constraint $(VENV)/other-constraints.txt transformers==$(TRANSFORMERS)
-	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OTHER) $(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder $(SEAMS:%=tests/test_%.py)
+	$(TEST_ENV) PYTHONPATH=$(CURDIR)/$(OTHER) $(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(SEAMS:%=tests/test_%.py)
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

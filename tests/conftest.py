@@ -18,11 +18,14 @@ settings.load_profile("repeatable")
 
 Count = Callable[[str, int], None]
 
-# Files that take more than ten seconds, to be started before the others.
+# Files that take more than five seconds, to be started before the others, so that the workers end together.
 LONGEST = (
-    *("test_trainer_features", "test_trainer", "test_hub", "test_cli", "test_synthesis", "test_run_glue"),
-    *("test_privacy_unit", "test_trainer_leaks", "test_mechanism", "test_trunk_evaluation", "test_thresholds"),
-    *("test_losses", "test_attacks", "test_ghost_models", "test_doctor", "test_bad_input", "test_report"),
+    *("test_distributed", "test_sharding", "test_audit", "test_hub", "test_synthesis", "test_trainer"),
+    *("test_trainer_features", "test_cli", "test_accounting", "test_spending", "test_run_glue", "test_trl_leaks"),
+    *("test_recipe", "test_privacy_unit", "test_trainer_leaks", "test_tasks", "test_clients", "test_run_sft"),
+    *("test_invariance", "test_accountants", "test_trunk_evaluation", "test_trunk_cache", "test_thresholds"),
+    *("test_mechanism", "test_losses", "test_attacks", "test_ghost_models", "test_doctor", "test_bad_input"),
+    *("test_faults", "test_plugins", "test_train_command", "test_trl_sft", "test_group_accounting", "test_one_run"),
 )
 
 # What the package remembers of ledgers and weights must not outlive the tests; processes that they start inherit it.
@@ -31,23 +34,10 @@ REGISTRY_NUMBERS = itertools.count()
 os.environ["HF_DCSGD_HOME"] = REGISTRY.name
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a file on one worker, for its fixtures, and all that start processes on the same one, for their pool.
-
-    That group comes first, then the longer files, so that the workers end together: they take groups in this order.
-    """
-    left_out = "slow" if "not slow" in config.option.markexpr else ""
-    with_pool = {item.path for item in items if takes_pool(item) and left_out not in item.keywords}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("processes" if item.path in with_pool else item.path.stem))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longer files first: workers take files in this order."""
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: -1 if item.path in with_pool else ranks.get(item.path.stem, len(ranks)))
-
-
-def takes_pool(item: pytest.Item) -> bool:
-    """Tell the fixture from an argument of that name, such as the number of a data loader's workers."""
-    callspec = getattr(item, "callspec", None)
-    return "workers" in getattr(item, "fixturenames", ()) and not (callspec and "workers" in callspec.params)
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 def pytest_collection_finish() -> None:
