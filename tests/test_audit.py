@@ -73,6 +73,7 @@ def test_levels_0_and_1_over_two_processes(clipping: str, count: Count) -> None:
     count("audit passed by a strategy: L3", 1)
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_default_strategy(workers: WorkerPool) -> None:
     ended = workers.run(2, ["-m", "hf_dcsgd.audit.processes", "--clipping", "dc_sgd_e"])
     (line,) = [line for line in ended.output.splitlines() if line.startswith("[[")]

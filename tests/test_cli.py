@@ -47,7 +47,9 @@ def test_calibrate_gives_the_figures_of_the_paper(capsys: pytest.CaptureFixture[
         assert (figures["epsilon"], figures["delta"]) == (2.0, 1 / 104743)
 
 
-@pytest.mark.parametrize("clipping", ["fixed", "du", "auto_clip"])
+@pytest.mark.parametrize(
+    "clipping", ["fixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("du", "auto_clip"))]
+)
 def test_strategies_without_a_side_release(capsys: pytest.CaptureFixture[str], clipping: str):
     result = calibrated(capsys, "--epsilon", "3", *SMALL, "--clipping", clipping)
     for figures in (result, result["other"]):

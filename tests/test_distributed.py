@@ -123,9 +123,12 @@ def summed(ranks: list[dict[str, Any]], step: int, what: str) -> torch.Tensor:
     return torch.stack([rank["releases"][step][what] for rank in ranks]).sum(0)
 
 
-def test_one_two_and_four_processes_give_the_same_sums_counts_and_model(single: Path, pair: Path, quad: Path) -> None:
-    reference, *others = (saw(directory, "layout") for directory in (single, pair, quad))
-    assert [len(ranks) for ranks in (reference, *others)] == [1, 2, 4]
+@pytest.mark.parametrize(("processes", "name"), [(2, "pair"), pytest.param(4, "quad", marks=pytest.mark.slow)])
+def test_several_processes_give_the_sums_counts_and_model_of_one(
+    single: Path, processes: int, name: str, request: pytest.FixtureRequest
+) -> None:
+    reference, *others = (saw(directory, "layout") for directory in (single, request.getfixturevalue(name)))
+    assert [len(ranks) for ranks in (reference, *others)] == [1, processes]
     for ranks in others:
         for step in range(worker.LAYOUT_STEPS):
             (alone,) = (rank["releases"][step] for rank in reference)

@@ -230,6 +230,7 @@ def test_adapters_go_on_and_are_evaluated_from_their_folder(tmp_path: Path, tiny
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_of_the_model_or_no_privacy_if_asked_for(tmp_path: Path, tiny_llama: str) -> None:
     rows = write(prompt_rows(), tmp_path / "train.jsonl")
     common = {"model_name_or_path": tiny_llama, "train_file": rows, "do_train": "", "cache_dir": tmp_path / "cache"}
@@ -239,6 +240,7 @@ def test_layers_of_the_model_or_no_privacy_if_asked_for(tmp_path: Path, tiny_lla
     assert not (tmp_path / "plain" / PrivacyLedger.FILENAME).exists()
 
 
+@pytest.mark.slow
 def test_whole_persons_are_protected_if_a_column_names_them(tmp_path: Path, tiny_llama: str) -> None:
     rows = [{**row, "person": f"p{k % 10}"} for k, row in enumerate(chat_rows())]
     code = call(

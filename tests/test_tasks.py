@@ -117,7 +117,7 @@ def task_rows(task: Task, n: int = 32) -> list[dict[str, Any]]:
     return [{"input_ids": tokens, **task.label(tokens, label)} for tokens, label in rows]
 
 
-BY_DEFAULT = ("sequence_classification", "causal_lm", "seq2seq")
+BY_DEFAULT = ("sequence_classification", "causal_lm")
 
 
 @pytest.mark.parametrize(

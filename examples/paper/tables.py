@@ -101,6 +101,7 @@ def held_out(rows: int | None) -> Iterator[Setting]:
     for task, epsilon in (("sms", 8.0), ("cola", 8.0), ("sms", 2.0), ("mnist", 2.0)):
         for method in ("recipe", "dc_sgd_e"):
             yield Setting(task, method, epsilon, rows=rows)
+    yield Setting("cola", "non_private", None, NON_PRIVATE[0], rows)
 
 
 def scratch(rows: int | None) -> Iterator[Setting]:
