@@ -18,8 +18,8 @@ settings.load_profile("repeatable")
 
 Count = Callable[[str, int], None]
 
-# Files that take more than five seconds, to be started before the others, so that the workers end together. Of two workers
-# the first takes the first and third: those that start and await processes do so one after another, from one pool.
+# Files that take more than five seconds, to be started before the others, so that the workers end together. Of two
+# workers one takes the first and the third: those that await processes do so one after another, from one pool.
 LONGEST = (
     *("test_distributed", "test_hub", "test_sharding", "test_synthesis", "test_audit", "test_trainer"),
     *("test_trainer_features", "test_cli", "test_accounting", "test_spending", "test_run_glue", "test_trl_leaks"),
