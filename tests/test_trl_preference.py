@@ -153,3 +153,11 @@ def test_a_subclass_that_overrides_the_loss_is_refused(tmp_path: Path, kind: str
             train_dataset=pairs(),
             processing_class=byte_tokenizer(),
         )
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge"])
+def test_a_loss_that_is_set_by_its_name_later_is_taken(tmp_path: Path, kind: str) -> None:
+    args = DCSGDDPOConfig(str(tmp_path), target_epsilon=8, report_to="none", use_cpu=True)
+    args.loss_type = kind
+    args.check()
+    assert args.loss_type == [kind]

@@ -53,6 +53,7 @@ def _refuse(args: DCSGDTrainingArguments) -> None:
                 f"loss_type={args.loss_type} cannot be used for private training: expected one of "
                 f"{', '.join(_DPO_LOSSES)}; some others compare pairs with each other"
             )
+        args.loss_type = kinds  # as TRL keeps it, also where it was set as a single name since
 
 
 class _Checked(DCSGDTrainingArguments):
