@@ -41,8 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
-def pytest_collection_finish() -> None:
-    """Every training run starts with a full garbage collection: let it skip what was imported and is there to stay."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """Every training run starts with a full garbage collection: let it skip what is there already and stays."""
     gc.collect()
     gc.freeze()
 

@@ -28,7 +28,7 @@ from hf_dcsgd.privacy.ledger import PrivacyLedger
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 CLIP = 0.1  # below the norms of these models, so that every example is clipped
 ROWS = 32

@@ -41,7 +41,7 @@ from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.ghost import BatchCouplingError
 from hf_dcsgd.privacy.ledger import PrivacyLedger
 
-pytestmark = [pytest.mark.usefixtures("no_report_page"), pytest.mark.proof]
+pytestmark = [pytest.mark.usefixtures("no_report_page", "quick_statements"), pytest.mark.proof]
 
 PACKAGE = Path(hf_dcsgd.__file__).parent
 NAN, INF = math.nan, math.inf

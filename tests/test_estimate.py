@@ -17,7 +17,7 @@ from hf_dcsgd.checks.step_cost import measure_step
 from hf_dcsgd.runs import estimate
 from hf_dcsgd.runs.estimate import RunEstimate, duration, gigabytes
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 
 def test_an_estimate_spends_and_changes_nothing(tmp_path: Path) -> None:

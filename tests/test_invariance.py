@@ -11,7 +11,7 @@ from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.clipping import STRATEGIES
 from hf_dcsgd.data.loading import restack
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 SEED = 11
 COMMON = {"unsafe_noise_seed": SEED, "optim": "sgd", "learning_rate": 0.5, "log_train_loss": "private"}

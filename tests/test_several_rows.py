@@ -20,7 +20,7 @@ from hf_dcsgd.data.rows import stack, take_row
 from hf_dcsgd.data.units import UNIT_ENTRY
 from hf_dcsgd.ghost import BatchCouplingError
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 BETA = 0.5
 

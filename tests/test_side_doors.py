@@ -29,7 +29,7 @@ from hf_dcsgd.checks.forward_writes import ForwardWrites
 from hf_dcsgd.ghost import BatchCouplingError, GhostClipper, UnsupportedModelError
 from hf_dcsgd.privacy.ledger import LedgerError, PrivacyLedger
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 
 # --- what the forward writes into the model --------------------------------------------------------------------------

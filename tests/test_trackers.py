@@ -28,7 +28,7 @@ from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.ghost import GhostClipper, UnsupportedModelError
 from hf_dcsgd.step import PrivateStep
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 RELEASED = {"clip_threshold", "histogram_range", "noisy_clip_fraction", "grad_norm", "epsilon"}
 PUBLIC = {"learning_rate", "epoch", "global_step", "runtime", "samples_per_second", "steps_per_second"}

@@ -19,7 +19,7 @@ from trl import DPOTrainer, RewardTrainer
 from hf_dcsgd.data.rows import RowCollator, batch_length, fetch_row, take_row
 from hf_dcsgd.trl import DCSGDDPOConfig, DCSGDDPOTrainer, DCSGDRewardConfig, DCSGDRewardTrainer
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 KINDS: dict[str, tuple[Any, Any, Any]] = {
     "reward": (DCSGDRewardTrainer, DCSGDRewardConfig, RewardTrainer),

@@ -23,7 +23,7 @@ from hf_dcsgd.data.rows import RowCollator, batch_length, fetch_row, take_row
 from hf_dcsgd.trl import DCSGDSFTTrainer
 from hf_dcsgd.trl.bridge import prompts_unquoted
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
 TEXTS = Dataset.from_dict({"text": [f"story {'x' * (number % 9)} {number}" for number in range(64)]})

@@ -27,7 +27,7 @@ from hf_dcsgd.trunk.check import require_same_results
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk, TrunkCacheError
 from hf_dcsgd.trunk.store import RowStore
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 CUT = (
     *("bert", "bert_masked_lm", "bert_token", "bert_qa", "roberta", "distilbert", "electra", "deberta_v2", "mpnet"),

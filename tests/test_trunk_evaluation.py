@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.trunk.build import stored_caches
 
-pytestmark = pytest.mark.usefixtures("no_report_page")
+pytestmark = pytest.mark.usefixtures("no_report_page", "quick_statements")
 
 
 def trained(folder: Path, cache: Path, model: nn.Module | None = None, **options: Any) -> DCSGDTrainer:

@@ -12,6 +12,7 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ from hf_dcsgd.tasks.loss_kind import unwrapped_model
 from hf_dcsgd.training_args import DCSGDTrainingArguments
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from hf_dcsgd.reporting.publishing import PublishingTrainer
 
 CARD_FILENAME = "README.md"
@@ -97,16 +100,7 @@ class CardFacts:
 
 def render_card(report: PrivacyReport, facts: CardFacts) -> str:
     """Render the card as Markdown with its YAML header."""
-    from jinja2 import Environment, StrictUndefined
-
-    environment = Environment(
-        autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters.update(bound=rounded_up, number=shown_number, literal=literal, text=_text, code=fenced)
-    template = environment.from_string(
-        files("hf_dcsgd.reporting").joinpath("model_card.md").read_text(encoding="utf-8")
-    )
-    return template.render(
+    return _template().render(
         **report,
         facts=facts,
         metadata=card_metadata(report, facts).to_yaml(),
@@ -115,6 +109,17 @@ def render_card(report: PrivacyReport, facts: CardFacts) -> str:
         nominal="" if report["guarantee"]["holds"] else ", nominal, NOT a guarantee",
         paper=PAPER,
     )
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=False, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters.update(bound=rounded_up, number=shown_number, literal=literal, text=_text, code=fenced)
+    return environment.from_string(files("hf_dcsgd.reporting").joinpath("model_card.md").read_text(encoding="utf-8"))
 
 
 def card_metadata(report: PrivacyReport, facts: CardFacts) -> ModelCardData:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.reporting.format import rounded_up, shown_number
 from hf_dcsgd.reporting.schema import PrivacyReport, Steps
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 
 def render_page(report: PrivacyReport, trace: Sequence[dict[str, Any]]) -> str:
     """Render `privacy_report.html`; ImportError where jinja2 or matplotlib is missing."""
+    return _template().render(report=report, figures=_figures(report, trace), status=_status(report["steps"]))
+
+
+@cache
+def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["bound"] = rounded_up
-    environment.filters["number"] = shown_number
-    template = environment.from_string(files("hf_dcsgd.reporting").joinpath("report.html").read_text(encoding="utf-8"))
-    return template.render(report=report, figures=_figures(report, trace), status=_status(report["steps"]))
+    environment.filters.update(bound=rounded_up, number=shown_number)
+    return environment.from_string(files("hf_dcsgd.reporting").joinpath("report.html").read_text(encoding="utf-8"))
 
 
 def _status(steps: Steps) -> str:
