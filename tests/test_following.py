@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import integrate, optimize
 
 from hf_dcsgd.clipping.dc_sgd import ExpectedErrorThreshold, PercentileThreshold
-from hf_dcsgd.clipping.following import FollowingHistogram, NormDistribution, growth_for
+from hf_dcsgd.clipping.following import FollowingHistogram, NormDistribution, growth_for, weight_of_the_newest
 from hf_dcsgd.clipping.histogram import bin_edges, norm_histogram
 
 BINS, NOISE = 20, 5.0
@@ -221,10 +221,33 @@ def test_noise_alone_moves_nothing():
     generator = np.random.default_rng(0)
     moved = 0
     for _ in range(50):
-        histogram = FollowingHistogram(BINS, 100.0, NOISE)
+        histogram = FollowingHistogram(BINS, 100.0, NOISE, 256)
         found = [histogram.follow(generator.normal(0, NOISE, BINS)) for _ in range(10)]
         moved += found[-1] is not None
     assert moved <= 5
+
+
+def test_norms_that_are_not_there_are_seen_in_hardly_any_of_ten_thousand_steps():
+    """One such step, at a large batch, is a threshold far above its optimum."""
+    generator = np.random.default_rng(0)
+    histogram = FollowingHistogram(BINS, 100.0, NOISE, 1024)
+    largest = bin_edges(100.0, BINS, GROWTH)[15]
+    norms = torch.from_numpy(largest * 0.99 * generator.uniform(0, 1, 1024) ** 2)
+    found = []
+    for _ in range(10_000):
+        counts = norm_histogram(norms, histogram.histogram_range, BINS, GROWTH).double().numpy()
+        found.append(histogram.follow(counts + generator.normal(0, NOISE, BINS)))
+    beyond = sum(distribution.edges[-1] > 1.01 * largest for distribution in found[20:] if distribution is not None)
+    assert beyond <= 3
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1e4))
+def test_small_batches_are_averaged_over_more_steps(batch_size, noise):
+    weight = weight_of_the_newest(batch_size, noise)
+    assert 0.05 <= weight <= 0.2
+    assert weight <= weight_of_the_newest(2 * batch_size, noise)
+    assert weight_of_the_newest(256, 5.0) == pytest.approx(0.101, abs=0.001)
+    assert weight_of_the_newest(1024, 5.0) == 0.2
 
 
 # --- what it may never do --------------------------------------------------------------------------------------------
@@ -234,7 +257,7 @@ def test_noise_alone_moves_nothing():
 @example([[1e300, -1e300 * (1 - 1e-15), *[0.0] * (BINS - 2)]])
 @settings(deadline=None)
 def test_shares_and_moves_are_bounded_whatever_is_released(releases):
-    histogram = FollowingHistogram(BINS, 100.0, NOISE)
+    histogram = FollowingHistogram(BINS, 100.0, NOISE, 256)
     for counts in releases:
         before = histogram.histogram_range
         distribution = histogram.follow(np.array(counts))

@@ -9,9 +9,9 @@ The norms that this script writes down are raw values of the training examples. 
 every step beside its result.
 `compare` lets the paper's rule and the following one run over recorded norms, with fresh histogram noise, at other
 batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside a control that knows the
-norms of the last five steps without noise. It writes E(C_t) / min E after the first 20 steps to
-`results/range_rules.json`, where traces that are not at hand keep their rows; and, if the trace of MNIST is there, a
-picture of C_t, R_t and the true quantiles to `docs/norms.png`.
+norms of the last five steps without noise. It writes E(C_t) / min E after the first 20 steps, of the norms of the step
+alone and of the five steps around it, to `results/range_rules.json`, where traces that are not at hand keep their
+rows; and, if the trace of MNIST is there, a picture of C_t, R_t and the true quantiles to `docs/norms.png`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ BATCH_SIZES = (128, 256, 512, 1024, 2048)
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 RULES = ("paper", "following", "known")
 KNOWN_STEPS = 5  # that the control without noise looks back
+AROUND = 2  # steps on either side whose norms are taken for what a step's norms are drawn from
 WARM_UP, ROUNDS = 20, 3
 TITLES = {"mnist": "MNIST", "names": "NAMES", "pairs": "pairs", "sst2": "SST-2"}
 RULES_FILE = RESULTS / "range_rules.json"
@@ -138,27 +139,35 @@ def make_threshold(kind: str, rule: str, plan: PrivacyPlan) -> Any:
     return cls(**cls.resolve({"histogram_rule": rule}, known), **numbers)
 
 
-def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: int) -> list[float]:
-    """Return how far a rule is off at each step: E(C)/min E, or for percentiles the factor to the true one."""
+def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: int) -> tuple[list[float], list[float]]:
+    """Return how far a rule is off at each step: E(C)/min E of its norms, and of the norms around it.
+
+    For percentiles it is the factor to the true one.
+    """
     generator = np.random.default_rng(seed)
     threshold = None if rule == "known" else make_threshold(kind, rule, plan)
     unit_variance = plan.grad_noise_multiplier**2 * plan.num_parameters / plan.expected_batch_size**2
-    best = (lambda norms: best_threshold(norms, unit_variance)) if kind == "dc_sgd_e" else np.median
-    found = []
+
+    def best(norms: np.ndarray) -> float:
+        return best_threshold(norms, unit_variance) if kind == "dc_sgd_e" else float(np.median(norms))
+
+    def off(current: float, norms: np.ndarray) -> float:
+        if kind == "dc_sgd_e":
+            return squared_error(current, norms, unit_variance) / squared_error(best(norms), norms, unit_variance)
+        ratio = current / max(best(norms), 1e-30)
+        return max(ratio, 1 / ratio)
+
+    own, around = [], []
     for step, norms in enumerate(batches):
         if step >= WARM_UP and len(norms):
             known = np.concatenate(batches[step - KNOWN_STEPS : step])
-            current = float(best(known)) if threshold is None else threshold.clip_threshold
-            if kind == "dc_sgd_e":
-                least = squared_error(best(norms), norms, unit_variance)
-                found.append(squared_error(current, norms, unit_variance) / least)
-            else:
-                ratio = current / max(float(np.median(norms)), 1e-30)
-                found.append(max(ratio, 1 / ratio))
+            current = best(known) if threshold is None else threshold.clip_threshold
+            own.append(off(current, norms))
+            around.append(off(current, np.concatenate(batches[step - AROUND : step + AROUND + 1])))
         if threshold is not None:
             counts = threshold.side_contribution(torch.from_numpy(norms)).double().numpy()
             threshold.update(counts + generator.normal(0, threshold.side_query.noise_multiplier, len(counts)))
-    return found
+    return own, around
 
 
 def compare(paths: list[Path]) -> list[dict[str, Any]]:
@@ -182,8 +191,9 @@ def compare(paths: list[Path]) -> list[dict[str, Any]]:
                 for kind in ("dc_sgd_e", "dc_sgd_p"):
                     for rule in RULES:
                         rounds = range(1 if rule == "known" else ROUNDS)
-                        off = [x for seed in rounds for x in follow(kind, rule, drawn, plan, seed)]
-                        if not off:
+                        found = [follow(kind, rule, drawn, plan, seed) for seed in rounds]
+                        own, around = ([x for part in parts for x in part] for parts in zip(*found, strict=True))
+                        if not own:
                             continue
                         rows.append(
                             {
@@ -192,9 +202,10 @@ def compare(paths: list[Path]) -> list[dict[str, Any]]:
                                 "epsilon": epsilon,
                                 "strategy": kind,
                                 "rule": rule,
-                                "median": float(np.median(off)),
-                                "worst": float(np.max(off)),
-                                "steps": len(off),
+                                "median": float(np.median(own)),
+                                "worst": float(np.max(own)),
+                                "around": float(np.max(around)),
+                                "steps": len(own),
                             }
                         )
                         print(rows[-1], flush=True)

@@ -125,11 +125,13 @@ class HistogramThreshold(NormClipping):
         self._bins = BINS.checked(histogram_bins)
         self._range = RANGE.checked(histogram_range)
         self._noise_multiplier = NOISE_MULTIPLIER.checked(histogram_noise_multiplier)
+        self._expected_batch_size = require_count("expected_batch_size", expected_batch_size)
         self._following, self._growth = None, 1.0
         if RULE.checked(histogram_rule) == FOLLOWING_RULE:
-            self._following = FollowingHistogram(self._bins, self._range, self._noise_multiplier)
+            self._following = FollowingHistogram(
+                self._bins, self._range, self._noise_multiplier, self._expected_batch_size
+            )
             self._growth = self._following.growth
-        self._expected_batch_size = require_count("expected_batch_size", expected_batch_size)
         relative_noise = self._noise_multiplier * math.sqrt(self._bins) / self._expected_batch_size
         if relative_noise > _NOISY_SHARE:
             logger.warning(

@@ -6,9 +6,10 @@ Then half of them never lie beyond R, noise halves it, and the threshold sinks f
 
 Here each bin is a constant factor wider than the one below it, 1.5 for twenty bins, so that the window spans three
 decades however many there are. Released counts
-are averaged over steps (weights fall by `1 - _NEW` a step), which costs nothing and takes noise away. The bins above
-the highest one whose tail stands out of the noise are taken for empty: a single spurious count among large norms would
-outweigh all others. The window then slides by whole bins, so that the averages move with it.
+are averaged over steps, which costs nothing and takes noise away: over the more steps, the fewer examples stand
+against the noise (`weight_of_the_newest`). The bins above the highest one whose tail stands out of the noise are taken
+for empty: a single spurious count among large norms would outweigh all others, and there are thousands of steps in
+which it might come up. The window then slides by whole bins, so that the averages move with it.
 
 Everything here is a function of released counts and public numbers. Whatever is released, the window moves by at most
 half of its bins in a step, and shares are finite, non-negative and sum to 1.
@@ -17,6 +18,7 @@ half of its bins in a step, and shares are finite, non-negative and sum to 1.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,14 +30,23 @@ from hf_dcsgd.clipping.options import MAX_THRESHOLD, MIN_THRESHOLD
 from hf_dcsgd.validation import require
 
 _SPAN = 1.5**19  # of the window, from the upper end of its first bin to that of its last
-_NEW = 0.2  # weight of the newest counts in the average
-_SIGNIFICANT = 3.0  # standard deviations of noise that a tail must stand out by
+_LEAST_NEW, _MOST_NEW = 0.05, 0.2  # weight of the newest counts in the average
+_CLEAR = 200.0  # examples per standard deviation of noise from which on the newest counts have their full weight
+_SIGNIFICANT = 4.0  # standard deviations of noise that a tail must stand out by
 _HEADROOM = 0.1  # share of the bins that is kept empty above the highest one in use
 
 
 def growth_for(bins: int) -> float:
     """Return the factor by which each bin is wider than the one below it."""
     return _SPAN ** (1 / (bins - 1))
+
+
+def weight_of_the_newest(expected_batch_size: int, noise_multiplier: float) -> float:
+    """Return the weight of a step's counts in the average; its noise falls by half where the weight is a quarter."""
+    if noise_multiplier == 0:
+        return _MOST_NEW
+    clarity = expected_batch_size / (_CLEAR * noise_multiplier)
+    return min(max(_MOST_NEW * math.sqrt(clarity), _LEAST_NEW), _MOST_NEW)
 
 
 @dataclass(frozen=True)
@@ -62,12 +73,25 @@ class NormDistribution:
         """Return the C that minimizes `unit_variance·C² + mean of max(norm − C, 0)²`.
 
         Half of its derivative, `unit_variance·C − mean_excess(C)`, rises with C from a negative value at zero, so that
-        it has one root, below the last edge: sixty halvings of the interval, in logarithms, find it.
+        it has one root, below the last edge. It is looked for among the edges, then within its bin by halving.
         """
-        low, high = self.edges[-1] * 1e-15, self.edges[-1]
+        last = len(self.shares)
+        edge = bisect_left(
+            range(last),
+            0.0,
+            lo=1,
+            key=lambda k: unit_variance * self.edges[k] - self.mean_excess(float(self.edges[k])),
+        )
+        lower, upper = float(self.edges[edge - 1]), float(self.edges[edge])
+        beyond, further, share = self.mean_excess(upper), self.shares[edge:].sum(), self.shares[edge - 1]
+        low, high = max(lower, upper * 1e-15), upper
         for _ in range(60):
             middle = math.sqrt(low * high)
-            if unit_variance * middle < self.mean_excess(middle):
+            if lower == 0:
+                within = (upper - middle) ** 2 / (2 * upper)
+            else:
+                within = (upper - middle - middle * math.log(upper / middle)) / math.log(upper / lower)
+            if unit_variance * middle < share * within + beyond + further * (upper - middle):
                 low = middle
             else:
                 high = middle
@@ -89,10 +113,12 @@ class FollowingHistogram:
         bins: The number of bins.
         histogram_range: The upper end of the window at the first step.
         noise_multiplier: The standard deviation of the noise on a released count.
+        expected_batch_size: The number of examples that a step counts on average.
     """
 
-    def __init__(self, bins: int, histogram_range: float, noise_multiplier: float) -> None:
+    def __init__(self, bins: int, histogram_range: float, noise_multiplier: float, expected_batch_size: int) -> None:
         self._noise_multiplier = noise_multiplier
+        self._new = weight_of_the_newest(expected_batch_size, noise_multiplier)
         self.growth = growth_for(bins)
         self._average = np.zeros(bins)
         self._weight = self._squared_weight = 0.0
@@ -103,9 +129,10 @@ class FollowingHistogram:
 
         None, and no move, where noise hides the norms.
         """
-        self._average = (1 - _NEW) * self._average + _NEW * noisy_counts
-        self._weight = (1 - _NEW) * self._weight + _NEW
-        self._squared_weight = (1 - _NEW) ** 2 * self._squared_weight + _NEW**2
+        old, new = 1 - self._new, self._new
+        self._average = old * self._average + new * noisy_counts
+        self._weight = old * self._weight + new
+        self._squared_weight = old**2 * self._squared_weight + new**2
         counts, bins = self._average / self._weight, len(self._average)
         deviation = _SIGNIFICANT * self._noise_multiplier * math.sqrt(self._squared_weight) / self._weight
         tails = np.cumsum(counts[::-1])[::-1]
