@@ -49,6 +49,7 @@ LAYOUT_RECORDS, LAYOUT_BATCH, LAYOUT_STEPS = 96, 32, 4
 NOISE_WIDTH, NOISE_STEPS = 26_000, 2
 LOCKSTEP_RECORDS, LOCKSTEP_STEPS = 60, 100
 INCLUSION_DRAWS = 4000
+UNIT_DRAWS = 1500
 UNIT_SIZES = (*range(1, 13), *range(1, 13))  # the rows of each of 24 units; all of them may enter with up to 4
 UNIT_CAP, UNIT_STEPS = 4, 90
 
@@ -364,7 +365,7 @@ def units(directory: Path) -> dict[str, Any]:
         trainer.train()
     assert trainer.plan is not None
     sampler = trainer.get_train_dataloader().batch_sampler
-    draws = [unit for _ in range(INCLUSION_DRAWS) for part in sampler.split(sampler.draw()) for unit in part]
+    draws = [unit for _ in range(UNIT_DRAWS) for part in sampler.split(sampler.draw()) for unit in part]
     entered = []  # (step, stack, the rows that a unit has in it)
     for number, (step, inputs, of_row) in enumerate(stacks):
         rows = np.array(records.find(inputs))

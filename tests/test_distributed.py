@@ -249,7 +249,7 @@ def test_every_unit_enters_at_rate_q_with_rows_drawn_uniformly(
 ) -> None:
     owners, sizes = worker.OwnedRecords().owners, np.array(worker.UNIT_SIZES)
     if where == "draws":  # of the sampler that the trainer made for the run
-        times, entered = worker.INCLUSION_DRAWS, [rows for rank in units_of_ranks for rows in rank["draws"]]
+        times, entered = worker.UNIT_DRAWS, [rows for rank in units_of_ranks for rows in rank["draws"]]
     else:
         times, entered = worker.UNIT_STEPS, [rows for rank in units_of_ranks for _, _, rows in rank["entered"]]
     rate = units_of_ranks[0]["rate"]

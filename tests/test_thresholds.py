@@ -118,7 +118,7 @@ def assert_usable(threshold):
 
 @every_strategy
 @given(data=st.data())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 def test_threshold_stays_finite_and_positive_whatever_is_released(name, data):
     threshold = MAKERS[name]()
     numbers = data.draw(st.sampled_from([any_number, plausible_number]))

@@ -193,9 +193,11 @@ def _calibrated(
     def spent(sigma: float, grid_scale: float = 1.0) -> float:
         return _epsilon(function, AccountedRun(sigma, rate, steps, group_size).event, delta, grid_scale)
 
-    if not has_grid(function):
+    if function is rough_epsilon:
         return smallest_noise_multiplier(spent, epsilon)
     guess = group_size * (_calibrated(rough_epsilon, epsilon, delta, rate, steps) or 1.0)
+    if not has_grid(function):
+        return smallest_noise_multiplier(spent, epsilon, guess=guess, factor=1.1)
     # The fine grid is slower still for a group, and the next one is good to a fraction of a percent.
     return _solved_by_grids(spent, epsilon, guess, _GRID_SCALES if group_size == 1 else _GRID_SCALES[1:2])
 
