@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,15 +19,20 @@ settings.load_profile("repeatable")
 
 Count = Callable[[str, int], None]
 
-# Files that take more than five seconds, to be started before the others, so that the workers end together. Of two
-# workers one takes the first and the third: those that await processes do so one after another, from one pool.
+# Files whose tests start processes from the pool `workers`: one worker runs them all, so that there is one pool.
+POOLED = (
+    *("test_distributed", "test_sharding", "test_synthesis", "test_audit", "test_spending", "test_trunk_cache"),
+    *("test_plugins", "test_train_command", "test_trainer_resume", "test_noise", "test_paper_figures"),
+    *("test_results_page", "test_transformers_surface"),
+)
+# Files that take more than five seconds, to be started before the others, so that the workers end together.
 LONGEST = (
-    *("test_distributed", "test_hub", "test_sharding", "test_synthesis", "test_audit", "test_trainer"),
-    *("test_trainer_features", "test_cli", "test_accounting", "test_spending", "test_run_glue", "test_trl_leaks"),
+    *(*POOLED, "test_hub", "test_trainer"),
+    *("test_trainer_features", "test_cli", "test_accounting", "test_run_glue", "test_trl_leaks"),
     *("test_recipe", "test_privacy_unit", "test_trainer_leaks", "test_tasks", "test_clients", "test_run_sft"),
-    *("test_invariance", "test_accountants", "test_trunk_evaluation", "test_trunk_cache", "test_thresholds"),
+    *("test_invariance", "test_accountants", "test_trunk_evaluation", "test_thresholds"),
     *("test_mechanism", "test_losses", "test_attacks", "test_ghost_models", "test_doctor", "test_bad_input"),
-    *("test_faults", "test_plugins", "test_train_command", "test_trl_sft", "test_group_accounting", "test_one_run"),
+    *("test_faults", "test_trl_sft", "test_group_accounting", "test_one_run"),
 )
 
 # What the package remembers of ledgers and weights must not outlive the tests; processes that they start inherit it.
@@ -39,6 +45,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longer files first: workers take files in this order."""
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out whole files, as `--dist loadfile` does, and those of the pool together."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OnePool(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "pool" if os.path.basename(file).removesuffix(".py") in POOLED else file
+
+    return OnePool(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
