@@ -179,6 +179,21 @@ def test_texts_are_generated_in_the_order_of_their_prompts(tiny_llama: str) -> N
         generate_texts(model, tokenizer, prompts, GenerationArguments(max_new_tokens=200))
 
 
+def test_a_model_that_ends_at_once_writes_something_where_nothing_is_no_answer(tiny_llama: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_llama), AutoTokenizer.from_pretrained(tiny_llama)
+    tokenizer.model_max_length = 128
+    with torch.no_grad():
+        likeliest = (
+            model(torch.tensor([tokenizer("<s>a", add_special_tokens=False)["input_ids"]])).logits[0, -1].topk(2)
+        )
+    model.generation_config.eos_token_id = likeliest.indices[0].item()
+    args = GenerationArguments(max_new_tokens=1)
+    (empty,) = generate_texts(model, tokenizer, ["<s>a"], args, show_progress=False)
+    (other,) = generate_texts(model, tokenizer, ["<s>a"], args, may_be_empty=False, show_progress=False)
+    assert (empty.text, empty.finished) == ("", True)
+    assert (other.text, other.finished) == (tokenizer.decode(likeliest.indices[1:]).strip(), False)
+
+
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 

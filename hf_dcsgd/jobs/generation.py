@@ -28,6 +28,7 @@ def generate_texts(
     prompts: Sequence[str],
     args: GenerationArguments,
     *,
+    may_be_empty: bool = True,
     description: str = "generating",
     show_progress: bool = True,
 ) -> list[Generated]:
@@ -49,7 +50,7 @@ def generate_texts(
         with tqdm(total=len(prompts), desc=description, unit="text", disable=not show_progress) as progress:
             for start in range(0, len(order), args.generation_batch_size):
                 chosen = order[start : start + args.generation_batch_size]
-                texts = _generate(model, tokenizer, [encoded[index] for index in chosen], args, device)
+                texts = _generate(model, tokenizer, [encoded[index] for index in chosen], args, device, may_be_empty)
                 results |= dict(zip(chosen, texts, strict=True))
                 progress.update(len(chosen))
     finally:
@@ -58,7 +59,12 @@ def generate_texts(
 
 
 def _generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], args: GenerationArguments, device: torch.device
+    model: Any,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    args: GenerationArguments,
+    device: torch.device,
+    may_be_empty: bool,
 ) -> list[Generated]:
     width, padding = max(map(len, prompts)), tokenizer.pad_token_id
     ids = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -72,6 +78,7 @@ def _generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=args.max_new_tokens,
+        min_new_tokens=None if may_be_empty else 1,
         num_beams=args.num_beams,
         pad_token_id=padding,
         eos_token_id=sorted(ends),

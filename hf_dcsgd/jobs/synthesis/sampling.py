@@ -45,14 +45,20 @@ def sample_rows(
     *,
     show_progress: bool = True,
 ) -> Sampled:
-    """Sample until every cell has its rows, or the rounds are over. `prompt_of` writes a prefix as a prompt."""
+    """Sample until every cell has its rows, or the rounds are over. `prompt_of` writes a prefix as a prompt.
+
+    The first token is never an end: what comes out is what would be left of many more samples without the empty ones.
+    """
     texts: list[list[str]] = [[] for _ in controls.cells]
     sampled = Sampled()
     for number in range(args.sampling_rounds):
         wanted = [place for place, count in enumerate(counts) for _ in range(count - len(texts[place]))]
         prompts = [prompt_of(controls.prefix(controls.cells[place])) for place in wanted]
         description = "sampling rows" if number == 0 else f"sampling rows, round {number + 1}"
-        found = generate_texts(model, tokenizer, prompts, args, description=description, show_progress=show_progress)
+        found = generate_texts(
+            model, tokenizer, prompts, args,
+            may_be_empty=False, description=description, show_progress=show_progress,
+        )  # fmt: skip
         for place, generated in zip(wanted, found, strict=True):
             fault = fault_of(generated)
             if fault is None:
