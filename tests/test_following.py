@@ -236,7 +236,7 @@ def test_norms_that_are_not_there_are_seen_in_hardly_any_of_ten_thousand_steps()
     norms = torch.from_numpy(largest * 0.99 * generator.uniform(0, 1, 1024) ** 2)
     counts_of = functools.cache(lambda top: norm_histogram(norms, top, BINS, GROWTH).double().numpy())
     noise = generator.normal(0, NOISE, (10_000, BINS))
-    found = [histogram.follow(counts_of(histogram.histogram_range) + noise[step]) for step in range(len(noise))]
+    found = [histogram.follow(counts_of(histogram.histogram_range) + of_step) for of_step in noise]
     beyond = sum(distribution.edges[-1] > 1.01 * largest for distribution in found[20:] if distribution is not None)
     assert beyond <= 3
 

@@ -5,11 +5,11 @@ runs become bimodal: most examples are learned and have hardly any gradient, som
 Then half of them never lie beyond R, noise halves it, and the threshold sinks far below its optimum.
 
 Here each bin is a constant factor wider than the one below it, 1.5 for twenty bins, so that the window spans three
-decades however many there are. Released counts
-are averaged over steps, which costs nothing and takes noise away: over the more steps, the fewer examples stand
-against the noise (`weight_of_the_newest`). The bins above the highest one whose tail stands out of the noise are taken
-for empty: a single spurious count among large norms would outweigh all others, and there are thousands of steps in
-which it might come up. The window then slides by whole bins, so that the averages move with it.
+decades however many there are. Released counts are averaged over steps, which costs nothing and takes noise away: over
+the more steps, the fewer examples stand against the noise (`weight_of_the_newest`). The bins above the highest one
+whose tail stands out of the noise are taken for empty: a single spurious count among large norms would outweigh all
+others, and there are thousands of steps in which it might come up. The window then slides by whole bins, so that the
+averages move with it.
 
 Everything here is a function of released counts and public numbers. Whatever is released, the window moves by at most
 half of its bins in a step, and shares are finite, non-negative and sum to 1.
@@ -75,9 +75,8 @@ class NormDistribution:
         Half of its derivative, `unit_variance·C − mean_excess(C)`, rises with C from a negative value at zero, so that
         it has one root, below the last edge. It is looked for among the edges, then within its bin by halving.
         """
-        last = len(self.shares)
         edge = bisect_left(
-            range(last),
+            range(len(self.shares)),
             0.0,
             lo=1,
             key=lambda k: unit_variance * self.edges[k] - self.mean_excess(float(self.edges[k])),
