@@ -8,10 +8,11 @@ The norms that this script writes down are raw values of the training examples. 
 `record` is a run of `tables.py`, with the recipe or (`--method dc_sgd_e`) the paper's setting, that keeps the norms of
 every step beside its result.
 `compare` lets the paper's rule and the following one run over recorded norms, with fresh histogram noise, at other
-batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside a control that knows the
-norms of the last five steps without noise. It writes E(C_t) / min E after the first 20 steps, of the norms of the step
-alone and of the five steps around it, to `results/range_rules.json`, where traces that are not at hand keep their
-rows; and, if the trace of MNIST is there, a picture of C_t, R_t and the true quantiles to `docs/norms.png`.
+batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside two controls without noise:
+`known` knows the norms of the last five steps, `hindsight` those of the five steps around, the step itself among them.
+It writes E(C_t) / min E after the first 20 steps, of the norms of the step alone and of the five steps around it, to
+`results/range_rules.json`, where traces that are not at hand keep their rows; and, if the trace of MNIST is there, a
+picture of C_t, R_t and the true quantiles to `docs/norms.png`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from hf_dcsgd.privacy.accounting import planned_steps
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
-RULES = ("paper", "following", "known")
-KNOWN_STEPS = 5  # that the control without noise looks back
+CONTROLS = ("known", "hindsight")
+RULES = ("paper", "following", *CONTROLS)
+KNOWN_STEPS = 5  # that `known` looks back
 AROUND = 2  # steps on either side whose norms are taken for what a step's norms are drawn from
 WARM_UP, ROUNDS = 20, 3
 TITLES = {"mnist": "MNIST", "names": "NAMES", "pairs": "pairs", "sst2": "SST-2"}
@@ -145,7 +147,7 @@ def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: in
     For percentiles it is the factor to the true one.
     """
     generator = np.random.default_rng(seed)
-    threshold = None if rule == "known" else make_threshold(kind, rule, plan)
+    threshold = None if rule in CONTROLS else make_threshold(kind, rule, plan)
     unit_variance = plan.grad_noise_multiplier**2 * plan.num_parameters / plan.expected_batch_size**2
 
     def best(norms: np.ndarray) -> float:
@@ -160,10 +162,11 @@ def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: in
     own, around = [], []
     for step, norms in enumerate(batches):
         if step >= WARM_UP and len(norms):
-            known = np.concatenate(batches[step - KNOWN_STEPS : step])
-            current = best(known) if threshold is None else threshold.clip_threshold
+            neighbors = np.concatenate(batches[step - AROUND : step + AROUND + 1])
+            seen = np.concatenate(batches[step - KNOWN_STEPS : step]) if rule == "known" else neighbors
+            current = best(seen) if threshold is None else threshold.clip_threshold
             own.append(off(current, norms))
-            around.append(off(current, np.concatenate(batches[step - AROUND : step + AROUND + 1])))
+            around.append(off(current, neighbors))
         if threshold is not None:
             counts = threshold.side_contribution(torch.from_numpy(norms)).double().numpy()
             threshold.update(counts + generator.normal(0, threshold.side_query.noise_multiplier, len(counts)))
@@ -190,7 +193,7 @@ def compare(paths: list[Path]) -> list[dict[str, Any]]:
                 )
                 for kind in ("dc_sgd_e", "dc_sgd_p"):
                     for rule in RULES:
-                        rounds = range(1 if rule == "known" else ROUNDS)
+                        rounds = range(1 if rule in CONTROLS else ROUNDS)
                         found = [follow(kind, rule, drawn, plan, seed) for seed in rounds]
                         own, around = ([x for part in parts for x in part] for parts in zip(*found, strict=True))
                         if not own:
@@ -242,14 +245,15 @@ def main() -> None:
     recording.add_argument("--rows", type=int)
     recording.add_argument("--epsilon", type=float, default=2.0)
     recording.add_argument("--method", default="recipe")
+    recording.add_argument("--seed", type=int, default=0)
     comparing = commands.add_parser("compare", help="let rules run over recorded norms")
     for command in (recording, comparing):
         command.add_argument("--traces", type=Path, required=True, help="the folder of recorded norms")
     options = parser.parse_args()
     logging.getLogger("hf_dcsgd").setLevel(logging.ERROR)
     if options.command == "record":
-        setting = Setting(options.task, options.method, options.epsilon, rows=options.rows)
-        write(record(setting, options.data, options.traces), setting.path)
+        setting = Setting(options.task, options.method, options.epsilon, rows=options.rows, seed=options.seed)
+        write(record(setting, options.data, options.traces), setting.path())
         return
     paths = sorted(options.traces.glob("*.npz"))
     kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []

@@ -10,7 +10,7 @@ import re
 import statistics
 from pathlib import Path
 
-from results_page import Result, by_options, chosen
+from reading import Result, by_options, chosen
 
 README = Path(__file__).parents[2] / "README.md"
 PLACE = re.compile(r"(?<=<!-- numbers -->\n\| \| \|\n\|---\|---\|\n)(?:\| \*\*accuracy\*\* .*\n)?")

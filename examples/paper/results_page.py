@@ -10,89 +10,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+
+from claims import FROM_SCRATCH, claims
+from reading import (
+    EMPTY,
+    EPSILONS,
+    METHOD_TITLES,
+    RESULTS,
+    TASK_TITLES,
+    Result,
+    best,
+    by_options,
+    chosen,
+    mean_and_error,
+    read_results,
+    table,
+)
+from readme_row import README, with_row
 
 HERE = Path(__file__).parent
-RESULTS, PAGE = HERE / "results", HERE.parents[1] / "docs" / "results.md"
-EPSILONS = (2.0, 4.0, 8.0)
-EMPTY = "–"
-TASK_TITLES = {
-    "sst2": "SST-2, evaluated on its dev set and labeled test set (2,693 rows)",
-    "pairs": "Question–sentence pairs from SQuAD, evaluated on QNLI's dev set (5,463 rows)",
-}
-METHOD_TITLES = {
-    "recipe": '**`DCSGDTrainingArguments("out", target_epsilon=ε)`**: nothing else given',
-    "dc_sgd_e": "DC-SGD-E, the paper's setting",
-    "fixed": "DP-SGD, the paper's setting, best C of those run",
-    "dc_sgd_p": "DC-SGD-P, the paper's setting, best p of those run",
-    "andrew": "Andrew et al., defaults",
-    "du": "Du et al., defaults",
-    "auto_clip": "AUTO-S",
-}
-
-Result = dict[str, Any]
-
-
-def read_results() -> list[Result]:
-    """Read all runs, in the order of their names."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    return [result for result in found if isinstance(result, dict) and "setting" in result]
-
-
-def mean_and_error(values: Sequence[float]) -> str:
-    """Say a mean in percent, with its standard error and the number of runs."""
-    if not values:
-        return EMPTY
-    mean = 100 * statistics.mean(values)
-    if len(values) == 1:
-        return f"{mean:.1f}"
-    error = 100 * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean:.1f} ± {error:.1f} ({len(values)})"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return a Markdown table."""
-    lines = [list(header), ["---"] * len(header), *map(list, rows)]
-    return [f"| {' | '.join(line)} |" for line in lines] + [""]
-
-
-def by_options(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Group runs that differ in their seed alone."""
-    groups: dict[str, list[Result]] = defaultdict(list)
-    for result in results:
-        groups[json.dumps(result["setting"]["options"], sort_keys=True)].append(result)
-    return groups
-
-
-def best(results: Iterable[Result]) -> str:
-    """Say the best mean over the options that were tried, and which they are."""
-    groups = by_options(results)
-    if not groups:
-        return EMPTY
-
-    def mean(options: str) -> float:
-        return statistics.mean(result["accuracy"] for result in groups[options])
-
-    winner = max(groups, key=mean)
-    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(winner).items() if name in _SHORT)
-    tried = f", of {len(groups)}" if len(groups) > 1 else ""
-    text = mean_and_error([result["accuracy"] for result in groups[winner]])
-    return f"{text} [{shown}{tried}]" if shown else text
-
-
-# What a grid is over, as tables call it; other options are the same in all runs of a method.
-_SHORT = {"clip_threshold": "C", "percentile": "p", "learning_rate": "rate"}
-
-
-def chosen(results: Iterable[Result], **wanted: Any) -> list[Result]:
-    """Return the runs whose settings have these values."""
-    return [r for r in results if all(r["setting"][name] == value for name, value in wanted.items())]
+PAGE = HERE.parents[1] / "docs" / "results.md"
 
 
 def accuracy_tables(results: list[Result]) -> list[str]:
@@ -111,7 +53,8 @@ def accuracy_tables(results: list[Result]) -> list[str]:
             ceiling = best(chosen(here, method="non_private"))
             body.append(["without privacy, best rate of those run", *([ceiling] * len(EPSILONS))])
             lines += table(["accuracy, %", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], body)
-            lines += [f"Runs: {len(here)}.", ""]
+            some = f" --rows {rows}" if rows else ""
+            lines += [f"Runs: {len(here)}, by `python examples/paper/tables.py {task} --data DATA_FOLDER{some}`.", ""]
     return lines
 
 
@@ -122,22 +65,47 @@ _GRIDS = {
 }
 
 
+def _pair(results: list[Result]) -> list[list[Result]]:
+    """Return the runs of the recipe, and those of the paper's setting."""
+    return [[r for r in chosen(results, method=m) if not r["setting"]["options"]] for m in ("recipe", "dc_sgd_e")]
+
+
 def held_out_table(results: list[Result]) -> list[str]:
     """Return the recipe beside the paper's setting on tasks that it was not derived on."""
-    titles = {
-        "sms": "SMS spam", "cola": "CoLA", "mnist": "MNIST (CNN from scratch)", "names": "NAMES (LSTM)",
-        "cifar10": "CIFAR-10 (ResNet of 8 layers)",
-    }  # fmt: skip
     body = []
-    for task, title in titles.items():
-        here = [r for r in chosen(results, task=task) if not r["setting"]["options"]]
-        for epsilon in sorted({r["setting"]["epsilon"] for r in here}):
-            pair = [chosen(here, method=method, epsilon=epsilon) for method in ("recipe", "dc_sgd_e")]
-            cells = [mean_and_error([r["accuracy"] for r in runs]) for runs in pair]
-            both = [mean_and_error([r["correlation"] for r in runs]) for runs in pair]
-            some = next(r for runs in pair for r in runs)
-            body.append([title, f"{some['plan']['dataset_size']:,}", f"{epsilon:g}", *cells, *both])
+    for task, title in (("sms", "SMS spam"), ("cola", "CoLA"), ("mnist", "MNIST (CNN from scratch)")):
+        here = chosen(results, task=task)
+        for epsilon in sorted({r["setting"]["epsilon"] for runs in _pair(here) for r in runs}):
+            pair = _pair(chosen(here, epsilon=epsilon))
+            if all(pair):
+                size = f"{pair[0][0]['plan']['dataset_size']:,}"
+                cells = [
+                    mean_and_error([r[what] for r in runs]) for what in ("accuracy", "correlation") for runs in pair
+                ]
+                body.append([title, size, f"{epsilon:g}", *cells])
     header = ["task", "rows", "ε", "recipe", "paper's setting", "correlation: recipe", "correlation: paper's setting"]
+    return table(header, body)
+
+
+MODELS = {
+    "mnist": "MNIST, a CNN of 26,010 parameters (the paper's: 28,058), 10 epochs",
+    "names": "NAMES, two LSTM layers, 20 epochs",
+    "cifar10": "CIFAR-10, a ResNet of 8 layers, 2 epochs (the paper's: ResNet34, 20 epochs)",
+}
+
+
+def scratch_table(results: list[Result]) -> list[str]:
+    """Return models trained from scratch beside the paper's figures."""
+    body = []
+    for task, (figures, _) in FROM_SCRATCH.items():
+        for epsilon, figure in figures.items():
+            here = chosen(results, task=task, epsilon=epsilon)
+            if here:
+                recipe, ours = (mean_and_error([r["accuracy"] for r in runs]) for runs in _pair(here))
+                others = [mean_and_error([r["accuracy"] for r in chosen(here, method="auto_clip")])]
+                others.append(best([r for r in chosen(here, method="fixed") if "tuned_by" in r["setting"]["options"]]))
+                body.append([MODELS[task], f"{epsilon:g}", ours, f"{figure:.1f}", *others, recipe])
+    header = ["task", "ε", "DC-SGD-E", "in the paper", "AUTO-S", "DP-SGD, grid charged by RDP", "recipe"]
     return table(header, body)
 
 
@@ -222,10 +190,27 @@ def range_rules() -> list[str]:
     return lines
 
 
+def time_table(results: list[Result]) -> list[str]:
+    """Return what runs took, the filling of a cache by the first of them left out by taking the median."""
+    took: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for r in results:
+        if r["threads"] == 1:
+            method = r["setting"]["method"]
+            what = {"recipe": "recipe", "non_private": "without privacy"}.get(method, "paper's setting")
+            took[r["setting"]["task"], r["setting"]["rows"] or 0, what].append(r["cpu_seconds"])
+    body = [
+        [task, f"{rows:,}" if rows else "all", what, f"{statistics.median(seconds):.0f}", str(len(seconds))]
+        for (task, rows, what), seconds in sorted(took.items())
+    ]
+    return table(["task", "rows", "what is run", "CPU seconds, median", "runs"], body)
+
+
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("accuracy", accuracy_tables),
     ("charged", charged_table),
     ("held_out", held_out_table),
+    ("scratch", scratch_table),
+    ("times", time_table),
     ("claims", lambda results: table(["claim", "verdict", "figures here"], claims(results))),
     ("scale", lambda results: option_table(results, ["clip_threshold", "scale_free_gradient", "adam_bc_rate"])),
     (
@@ -236,61 +221,6 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ),
     ("range_rules", lambda results: range_rules()),
 ]
-
-
-PAPER_MNIST = {1.0: 94.04, 2.0: 94.19, 4.0: 94.65}
-
-
-def claims(results: list[Result]) -> list[list[str]]:
-    """Return each claim of the paper with its verdict and the figures that it rests on."""
-
-    def accuracies(**wanted: Any) -> list[float]:
-        return [r["accuracy"] for r in chosen(results, **wanted) if not r["setting"]["options"]]
-
-    body: list[list[str]] = []
-    for task, title in TASK_TITLES.items():
-        for rows in sorted({r["setting"]["rows"] or 0 for r in chosen(results, task=task)}):
-            for epsilon in EPSILONS:
-                where = {"task": task, "rows": rows or None, "epsilon": epsilon}
-                ours, grid = accuracies(**where, method="dc_sgd_e"), chosen(results, **where, method="fixed")
-                plain = [r for r in grid if "tuned_by" not in r["setting"]["options"]]
-                charged = [r["accuracy"] for r in grid if "tuned_by" in r["setting"]["options"]]
-                name = f"{title.partition(',')[0]}, ε = {epsilon:g}"
-                if ours and plain:
-                    top = max(statistics.mean(r["accuracy"] for r in runs) for runs in by_options(plain).values())
-                    claim = f"DC-SGD-E matches DP-SGD at its best threshold ({name})"
-                    body.append(_verdict(claim, statistics.mean(ours), top, "best of the grid run"))
-                if ours and charged:
-                    claim = f"with its grid charged, DP-SGD falls behind DC-SGD-E ({name})"
-                    body.append(
-                        _verdict(claim, statistics.mean(ours), max(charged), "best DP-SGD with its grid charged")
-                    )
-    for epsilon, figure in PAPER_MNIST.items():
-        ours = accuracies(task="mnist", method="dc_sgd_e", epsilon=epsilon, rows=None)
-        claim = f"DC-SGD-E reaches {figure}% on MNIST at ε = {epsilon:g}"
-        body.append(
-            _verdict(claim, statistics.mean(ours), figure / 100, "the paper") if ours else [claim, "not run", ""]
-        )
-    options = [
-        r["accuracy"] for r in chosen(results, task="sst2", method="recipe", epsilon=2.0, rows=20_000)
-        if set(r["setting"]["options"]) in ({"histogram_bins"}, {"histogram_noise_multiplier"})
-    ]  # fmt: skip
-    plain = accuracies(task="sst2", method="recipe", epsilon=2.0, rows=20_000)
-    if options and plain:
-        low, high = 100 * min(options + plain), 100 * max(options + plain)
-        verdict = "held" if high - low <= 2 else "did not hold"
-        body.append(
-            ["bins and σ_H hardly matter", verdict, f"{low:.1f} to {high:.1f} over {len(options)} other values"]
-        )
-    body.append(["tuning is nine times quicker", "held", "one run in place of the ten of DP-SGD's grid"])
-    body.append(["10.62 points more than DP-SGD on CIFAR-10, tuning charged", "not tested", "no run on CIFAR-10"])
-    return body
-
-
-def _verdict(claim: str, ours: float, other: float, whose: str) -> list[str]:
-    """Take less than one point for a draw."""
-    verdict = "held" if ours >= other - 0.01 else "did not hold"
-    return [claim, verdict, f"{100 * ours:.1f} beside {100 * other:.1f}, {whose}"]
 
 
 def page() -> str:
@@ -308,8 +238,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     wants_check = parser.parse_args().check
-    from readme_row import README, with_row  # it reads results as this file does
-
     made = {PAGE: page(), README: with_row(README.read_text(encoding="utf-8"), read_results())}
     if wants_check:
         return 0 if all(path.read_text(encoding="utf-8") == text for path, text in made.items()) else 1

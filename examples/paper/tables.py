@@ -9,10 +9,11 @@
     python examples/paper/tables.py held_out --data DATA_FOLDER              # the recipe where it was not derived
     python examples/paper/tables.py scratch --data DATA_FOLDER               # (f) MNIST, NAMES and CIFAR-10
     python examples/paper/tables.py sst2 --data DATA_FOLDER --list           # what there is, and what is missing
+    python examples/paper/tables.py sst2 --data DATA_FOLDER --only sst2_all_recipe_eps=2 --results MINE   # run again
 
 Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
-stopped. The rows that matter most come first, so that a table that is not finished can be read. `results_page.py`
-makes the page.
+stopped. The rows that matter most come first, so that a table that is not finished can be read. `--only` takes the
+runs whose names begin like that, and another folder of results has none of them yet. `results_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from runs import Setting, carry_out, write
+from runs import RESULTS, Setting, carry_out, write
 
 EPSILONS = (2.0, 8.0, 4.0)
 # The candidates of the paper, the most telling ones first.
@@ -69,7 +70,8 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
 
 def charged(rows: int | None) -> Iterator[Setting]:
     """Yield DP-SGD at thresholds that did well, with the noise of one run of a grid that costs ε as a whole: (c)."""
-    for task, some in (("sst2", rows or 20_000), ("pairs", rows)):
+    sizes = [("sst2", 20_000), ("sst2", None), ("pairs", None)] if rows is None else [("sst2", rows), ("pairs", rows)]
+    for task, some in sizes:
         for way in ("rdp_composition", "papernot_steinke_tnb", "lt"):
             for value in THRESHOLDS[:2]:
                 yield Setting(task, "fixed", 2.0, {"clip_threshold": value, "tuned_by": way}, some)
@@ -106,12 +108,16 @@ def held_out(rows: int | None) -> Iterator[Setting]:
 
 def scratch(rows: int | None) -> Iterator[Setting]:
     """Yield models trained from scratch: (f)."""
-    for epsilon in (1.0, 2.0, 4.0):
-        for method in ("dc_sgd_e", "recipe"):
-            yield Setting("mnist", method, epsilon, rows=rows)
-    for task, epsilon in (("names", 4.0), ("cifar10", 8.0)):
-        for method in ("dc_sgd_e", "recipe"):
-            yield Setting(task, method, epsilon, rows=rows)
+    for seed in range(SEEDS):
+        for epsilon in (1.0, 2.0, 4.0):
+            for method in ("dc_sgd_e", "recipe"):
+                yield Setting("mnist", method, epsilon, rows=rows, seed=seed)
+    yield from (Setting("names", method, 4.0, rows=rows) for method in ("dc_sgd_e", "auto_clip", "recipe"))
+    yield Setting("cifar10", "dc_sgd_e", 2.0, rows=rows)
+    for value in THRESHOLDS[:2]:
+        options = {"clip_threshold": value, "tuned_by": "rdp_composition"}
+        yield Setting("cifar10", "fixed", 2.0, options, rows)
+    yield Setting("cifar10", "recipe", 2.0, rows=rows)
 
 
 TABLES = {
@@ -130,19 +136,23 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, required=True, help="the folder with the data of all tasks")
     parser.add_argument("--rows", type=int, help="take that many training rows (default: all)")
+    parser.add_argument("--only", default="", metavar="NAME", help="take the runs whose names begin like this")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results (default: the project's)")
     parser.add_argument("--most", type=int, help="stop after that many runs")
     parser.add_argument("--list", action="store_true", help="list the runs and their results, and stop")
     options = parser.parse_args()
-    settings = list(TABLES[options.table](options.rows))
+    settings = [s for s in TABLES[options.table](options.rows) if s.key.startswith(options.only)]
+    if not settings:
+        parser.error(f"--only {options.only}: the table {options.table} has no such run; --list shows those it has")
     if options.list:
         for setting in settings:
-            print(f"{'there  ' if setting.path.exists() else 'missing'}  {setting.key}")
+            print(f"{'there  ' if setting.path(options.results).exists() else 'missing'}  {setting.key}")
         return
-    missing = [setting for setting in settings if not setting.path.exists()]
+    missing = [setting for setting in settings if not setting.path(options.results).exists()]
     for setting in missing[: options.most]:
         print(f"\n== {setting.key}", flush=True)
         result = carry_out(setting, options.data)
-        write(result, setting.path)
+        write(result, setting.path(options.results))
         print(f"== {setting.key}: {result['accuracy']:.2%} after {result['cpu_seconds']:.0f} CPU s", flush=True)
 
 

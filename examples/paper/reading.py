@@ -1,0 +1,86 @@
+"""The results under `results`: read, chosen and averaged, for the page and the README."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+EPSILONS = (2.0, 4.0, 8.0)
+EMPTY = "–"
+TASK_TITLES = {
+    "sst2": "SST-2, evaluated on its dev set and labeled test set (2,693 rows)",
+    "pairs": "Question–sentence pairs from SQuAD, evaluated on QNLI's dev set (5,463 rows)",
+}
+METHOD_TITLES = {
+    "recipe": '**`DCSGDTrainingArguments("out", target_epsilon=ε)`**: nothing else given',
+    "dc_sgd_e": "DC-SGD-E, the paper's setting",
+    "fixed": "DP-SGD, the paper's setting, best C of those run",
+    "dc_sgd_p": "DC-SGD-P, the paper's setting, best p of those run",
+    "andrew": "Andrew et al., defaults",
+    "du": "Du et al., defaults",
+    "auto_clip": "AUTO-S",
+}
+
+Result = dict[str, Any]
+
+
+def read_results() -> list[Result]:
+    """Read all runs, in the order of their names."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
+    return [result for result in found if isinstance(result, dict) and "setting" in result]
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """Say a mean in percent, with its standard error and the number of runs."""
+    if not values:
+        return EMPTY
+    mean = 100 * statistics.mean(values)
+    if len(values) == 1:
+        return f"{mean:.1f}"
+    error = 100 * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean:.1f} ± {error:.1f} ({len(values)})"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table."""
+    lines = [list(header), ["---"] * len(header), *map(list, rows)]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def by_options(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Group runs that differ in their seed alone."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        groups[json.dumps(result["setting"]["options"], sort_keys=True)].append(result)
+    return groups
+
+
+def best(results: Iterable[Result]) -> str:
+    """Say the best mean over the options that were tried, and which they are."""
+    groups = by_options(results)
+    if not groups:
+        return EMPTY
+
+    def mean(options: str) -> float:
+        return statistics.mean(result["accuracy"] for result in groups[options])
+
+    winner = max(groups, key=mean)
+    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(winner).items() if name in _SHORT)
+    tried = f", of {len(groups)}" if len(groups) > 1 else ""
+    text = mean_and_error([result["accuracy"] for result in groups[winner]])
+    return f"{text} [{shown}{tried}]" if shown else text
+
+
+# What a grid is over, as tables call it; other options are the same in all runs of a method.
+_SHORT = {"clip_threshold": "C", "percentile": "p", "learning_rate": "rate"}
+
+
+def chosen(results: Iterable[Result], **wanted: Any) -> list[Result]:
+    """Return the runs whose settings have these values."""
+    return [r for r in results if all(r["setting"][name] == value for name, value in wanted.items())]
