@@ -80,11 +80,11 @@ def _from_scratch(here: list[Result], task: str, where: str, figure: float) -> I
 
 
 def _insensitivity(here: list[Result]) -> Iterator[Claim]:
-    others = [
-        r["accuracy"] for r in here
-        if set(r["setting"]["options"]) in ({"histogram_bins"}, {"histogram_noise_multiplier"})
-    ]  # fmt: skip
-    plain = _accuracies(here, "recipe")
+    def with_options(*names: str) -> list[float]:
+        return [r["accuracy"] for r in here if set(r["setting"]["options"]) == {"learning_rate", *names}]
+
+    others = with_options("histogram_bins") + with_options("histogram_noise_multiplier")
+    plain = with_options()
     if others and plain:
         low, high = min(others + plain), max(others + plain)
         verdict = "held" if high - low <= AS_GOOD_AS_THE_SAME else "did not hold"

@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from claims import FROM_SCRATCH, claims
 from reading import (
@@ -109,20 +110,44 @@ def scratch_table(results: list[Result]) -> list[str]:
     return table(header, body)
 
 
+def travel_table(results: list[Result]) -> list[str]:
+    """Return the recipe at several learning rates: how far it travels, how far noise alone carries a weight."""
+    groups: dict[tuple[str, int, float, float], list[Result]] = defaultdict(list)
+    for r in chosen(results, method="recipe"):
+        if r["setting"]["task"] in TASK_TITLES and set(r["setting"]["options"]) <= {"learning_rate"}:
+            setting, plan = r["setting"], r["plan"]
+            groups[setting["task"], plan["dataset_size"], setting["epsilon"], r["learning_rate"]].append(r)
+    body = []
+    for (task, size, epsilon, rate), runs in sorted(groups.items()):
+        travel, drift = travel_and_drift(runs[0]["plan"], rate)
+        name, cell = TASK_TITLES[task].partition(",")[0], mean_and_error([r["accuracy"] for r in runs])
+        is_recipe = not all(r["setting"]["options"] for r in runs)
+        cells = [name, f"{size:,}", f"{epsilon:g}", f"{rate:g}", f"{travel:.0f}", f"{drift:.3f}", cell]
+        body.append([f"**{text}**" if is_recipe else text for text in cells])
+    return table(["task", "rows", "ε", "rate", "travel", "drift", "accuracy, %"], body)
+
+
+def travel_and_drift(plan: dict[str, Any], rate: float) -> tuple[float, float]:
+    """Return what `hf_dcsgd.recipe` calls so, of a run with linear decay and a histogram."""
+    factors = [1 - step / plan["steps"] for step in range(plan["steps"])]
+    noise = (plan["noise_multiplier"] ** -2 - plan["settings"]["histogram_noise_multiplier"] ** -2) ** -0.5
+    return rate * sum(factors) * plan["expected_batch_size"] / noise, rate * sum(f**2 for f in factors) ** 0.5
+
+
 def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
-    """Return what the recipe reaches at ε = 2 with options that it would not choose."""
+    """Return what runs at the rate of the controls reach with options that the recipe would not choose."""
     here = chosen(results, task="sst2", method="recipe", epsilon=2.0)
+    here = [r for r in here if r["setting"]["options"].get("learning_rate") == CONTROL_RATE]
     body = []
     for options, runs in by_options(here).items():
-        values = json.loads(options)
-        if values and set(values) <= set(names):
-            shown = ", ".join(f"`{name}={value}`" for name, value in values.items())
+        values = {name: value for name, value in json.loads(options).items() if name != "learning_rate"}
+        if set(values) <= set(names):
+            shown = ", ".join(f"`{name}={value}`" for name, value in values.items()) or "as the recipe has it"
             body.append([shown, f"{runs[0]['plan']['dataset_size']:,}", mean_and_error([r["accuracy"] for r in runs])])
-    for rows in sorted({r["plan"]["dataset_size"] for r in here}):
-        plain = [r["accuracy"] for r in here if not r["setting"]["options"] and r["plan"]["dataset_size"] == rows]
-        if plain:
-            body.append(["as the recipe has it", f"{rows:,}", mean_and_error(plain)])
     return table(["option", "rows", "accuracy, %"], body)
+
+
+CONTROL_RATE = 0.0079  # of the runs with other options in `tables.py`
 
 
 CHARGED = {
@@ -208,6 +233,7 @@ def time_table(results: list[Result]) -> list[str]:
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("accuracy", accuracy_tables),
     ("charged", charged_table),
+    ("travel", travel_table),
     ("held_out", held_out_table),
     ("scratch", scratch_table),
     ("times", time_table),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan, PrivacyUnit
-from hf_dcsgd.recipe import AUTO, TRAVEL, USEFUL_TRAVEL
+from hf_dcsgd.recipe import AUTO, GOOD_TRAVEL, TRAVEL, USEFUL_TRAVEL
 
 if TYPE_CHECKING:
     from hf_dcsgd.training_args import DCSGDTrainingArguments
@@ -84,7 +84,7 @@ def _guarantee(plan: PrivacyPlan) -> str:
 def little_to_expect(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str | None:
     """Say that a run is likely to learn little, and what helps; None where that is not so, or not known."""
     distance = _travel(args, plan)
-    if distance is None or distance >= TRAVEL / 2:
+    if distance is None or distance >= GOOD_TRAVEL:
         return None
     expected = "little" if distance < USEFUL_TRAVEL else "less than such data could give"
     return (
