@@ -92,7 +92,7 @@ def test_every_derived_value_is_shown_with_its_reason(tmp_path):
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "learning_rate"):
         assert name in text
         assert args.derived[name] in text
-    assert "D = 30" in text
+    assert "D = 599" in text
 
 
 # --- what is left alone ----------------------------------------------------------------------------------------------

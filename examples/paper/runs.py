@@ -90,7 +90,8 @@ class Setting:
             common |= {"train_sampling_strategy": "group_by_length"} if self.task in tasks.TEXT else {}
             return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
         if self.task in tasks.TEXT:
-            common |= {"trunk_cache": "on"}
+            # Every expected batch size is a multiple of 128: rows are computed more at a time, and none is drawn otherwise.
+            common |= {"trunk_cache": "on", "per_device_train_batch_size": 128}
         if self.method != "recipe":
             common |= {"recipe": "paper", "clipping": self.method}
             common |= {"num_train_epochs": PAPER_EPOCHS[self.task]} if self.task in PAPER_EPOCHS else {}
