@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +174,18 @@ def follow(kind: str, rule: str, batches: list[Any], plan: PrivacyPlan, seed: in
     return own, around
 
 
-def compare(paths: list[Path]) -> list[dict[str, Any]]:
+def compare(
+    paths: list[Path], batch_sizes: Sequence[int] = BATCH_SIZES, epsilons: Sequence[float] = EPSILONS
+) -> list[dict[str, Any]]:
     """Return a row for every trace, batch size, budget, strategy and rule."""
     rows = []
     for path in paths:
         trace = np.load(path)
         batches = np.split(trace["norms"], np.cumsum(trace["sizes"])[:-1])
         recorded_size, dataset_size = int(trace["batch_size"]), int(trace["rows"])
-        for batch_size in BATCH_SIZES:
+        for batch_size in batch_sizes:
             drawn = pooled(batches, recorded_size, batch_size, np.random.default_rng(0))
-            for epsilon in EPSILONS:
+            for epsilon in epsilons:
                 plan = PrivacyPlan.create(
                     dataset_size=dataset_size,
                     expected_batch_size=batch_size,
@@ -247,6 +250,8 @@ def main() -> None:
     recording.add_argument("--method", default="recipe")
     recording.add_argument("--seed", type=int, default=0)
     comparing = commands.add_parser("compare", help="let rules run over recorded norms")
+    comparing.add_argument("--batch_sizes", type=int, nargs="+", default=BATCH_SIZES)
+    comparing.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
     for command in (recording, comparing):
         command.add_argument("--traces", type=Path, required=True, help="the folder of recorded norms")
     options = parser.parse_args()
@@ -258,7 +263,8 @@ def main() -> None:
     paths = sorted(options.traces.glob("*.npz"))
     kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []
     kept = [row for row in kept if row["trace"] not in {path.stem for path in paths}]
-    RULES_FILE.write_text(json.dumps(kept + compare(paths), indent=1) + "\n", encoding="utf-8")
+    found = compare(paths, options.batch_sizes, options.epsilons)
+    RULES_FILE.write_text(json.dumps(kept + found, indent=1) + "\n", encoding="utf-8")
     for path in paths:
         if path.stem == PICTURED:
             draw(path, PICTURE)

@@ -198,21 +198,25 @@ def range_rules() -> list[str]:
         body = []
         for trace in dict.fromkeys(row["trace"] for row in found):
             for batch_size in sorted({row["batch_size"] for row in found}):
-                cells = []
-                for rule in ("paper", "following", "known"):
-                    here = [
-                        r for r in found
-                        if (r["trace"], r["batch_size"], r["rule"]) == (trace, batch_size, rule)
-                    ]  # fmt: skip
-                    for name, digits in (("median", 3), ("worst", 2), ("around", 2)):
-                        values = [row[name] for row in here if name in row]
-                        cells.append(f"{max(values):.{digits}f}" if values else EMPTY)
-                if cells[0] != EMPTY:
-                    body.append([trace, str(batch_size), *cells])
-        rules = [f"{name}: median" for name in ("paper's rule", "following", "known")]
-        header = ["norms of", "B", *(cell for name in rules for cell in (name, "worst", "around"))]
+                here = [row for row in found if (row["trace"], row["batch_size"]) == (trace, batch_size)]
+                if here:
+                    body.append([trace, str(batch_size), *(_largest(here, *cell) for cell in _RULE_CELLS)])
+        header = ["norms of", "B", *(f"{rule}: {name}" for rule, name, _ in _RULE_CELLS)]
         lines += [f"`{strategy}`: {what}, the largest over ε = 2 and 8 at least.", "", *table(header, body)]
     return lines
+
+
+_RULE_CELLS = [
+    (rule, name, digits)
+    for rule in ("paper", "following", "known")
+    for name, digits in (("median", 3), ("worst", 2), ("around", 2))
+] + [("hindsight", "worst", 2)]
+
+
+def _largest(rows: list[dict[str, Any]], rule: str, name: str, digits: int) -> str:
+    """Say the largest figure of a rule over all budgets."""
+    values = [row[name] for row in rows if row["rule"] == rule]
+    return f"{max(values):.{digits}f}" if values else EMPTY
 
 
 def time_table(results: list[Result]) -> list[str]:

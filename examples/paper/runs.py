@@ -90,7 +90,7 @@ class Setting:
             common |= {"train_sampling_strategy": "group_by_length"} if self.task in tasks.TEXT else {}
             return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
         if self.task in tasks.TEXT:
-            # Every expected batch size is a multiple of 128: rows are computed more at a time, and none is drawn otherwise.
+            # Expected batch sizes are multiples of 128: more rows are computed at a time, and draws stay as they are.
             common |= {"trunk_cache": "on", "per_device_train_batch_size": 128}
         if self.method != "recipe":
             common |= {"recipe": "paper", "clipping": self.method}
