@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from reading import EPSILONS, TASK_TITLES, Result, by_options, chosen
 
-# What the paper reports for DC-SGD-E with Adam at each ε, and the task; its model, and ours.
+# What the paper reports for DC-SGD-E with Adam at each ε, and the task's name.
 FROM_SCRATCH = {
     "mnist": ({1.0: 94.04, 2.0: 94.19, 4.0: 94.65}, "MNIST"),
     "names": ({2.0: 55.26, 4.0: 58.56, 8.0: 60.71}, "NAMES"),
