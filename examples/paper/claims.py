@@ -10,7 +10,7 @@ from reading import EPSILONS, TASK_TITLES, Result, by_options, chosen
 # What the paper reports for DC-SGD-E with Adam at each ε, and the task's name.
 FROM_SCRATCH = {
     "mnist": ({1.0: 94.04, 2.0: 94.19, 4.0: 94.65}, "MNIST"),
-    "names": ({2.0: 55.26, 4.0: 58.56, 8.0: 60.71}, "NAMES"),
+    "names": ({2.0: 55.26, 4.0: 58.56, 8.0: 60.71}, "NAMES, split otherwise,"),
     "cifar10": ({2.0: 43.92}, "CIFAR-10"),
 }
 CIFAR10_LEAD = 10.62  # points of DC-SGD-E over DP-SGD at ε = 2, its grid charged by RDP
@@ -53,7 +53,9 @@ def _on_text(here: list[Result], where: str) -> Iterator[Claim]:
         yield _verdict(claim, statistics.mean(ours), max(grid), f"best of {len(grid)} thresholds")
     if ours and charged:
         claim = f"with its grid charged, DP-SGD falls behind DC-SGD-E ({where})"
-        yield _verdict(claim, statistics.mean(ours), max(charged), "best DP-SGD with its grid charged")
+        yield _verdict(
+            claim, statistics.mean(ours), max(charged), "best DP-SGD with its grid charged", wants_lead=True
+        )
     by_percentile = _grid_means(chosen(here, method="dc_sgd_p"))
     if len(by_percentile) >= LEAST_GRID <= len(grid):
         claim = f"DC-SGD-P at its best percentile matches DP-SGD at its best threshold ({where})"
@@ -66,17 +68,19 @@ def _on_text(here: list[Result], where: str) -> Iterator[Claim]:
 
 def _from_scratch(here: list[Result], task: str, where: str, figure: float) -> Iterator[Claim]:
     ours, automatic, charged = _accuracies(here, "dc_sgd_e"), _accuracies(here, "auto_clip"), _charged(here)
+    lead = f"DC-SGD-E is {CIFAR10_LEAD} points ahead of DP-SGD on {where}, its grid charged"
     if not ours:
         yield [f"DC-SGD-E reaches {figure}% on {where}", "not tested", ""]
+        if task == "cifar10":
+            yield [lead, "not tested", ""]
         return
     mean = statistics.mean(ours)
     yield _verdict(f"DC-SGD-E reaches {figure}% on {where}", mean, figure / 100, "the paper")
     if automatic:
         yield _verdict(f"DC-SGD-E is close to AUTO-S or better on {where}", mean, statistics.mean(automatic), "AUTO-S")
     if charged and task == "cifar10":
-        claim = f"DC-SGD-E is {CIFAR10_LEAD} points ahead of DP-SGD on {where}, its grid charged"
-        verdict = _verdict(claim, mean, max(charged) + CIFAR10_LEAD / 100, "")[1]
-        yield [claim, verdict, f"{100 * mean:.1f} beside {100 * max(charged):.1f}, best DP-SGD with its grid charged"]
+        verdict = _verdict(lead, mean, max(charged) + CIFAR10_LEAD / 100, "")[1]
+        yield [lead, verdict, f"{100 * mean:.1f} beside {100 * max(charged):.1f}, best DP-SGD with its grid charged"]
 
 
 def _insensitivity(here: list[Result]) -> Iterator[Claim]:
@@ -108,7 +112,9 @@ def _charged(results: list[Result]) -> list[float]:
     return [statistics.mean(r["accuracy"] for r in runs) for runs in by_options(charged).values()]
 
 
-def _verdict(claim: str, ours: float, other: float, whose: str) -> Claim:
-    """Take less than one point for a draw."""
+def _verdict(claim: str, ours: float, other: float, whose: str, *, wants_lead: bool = False) -> Claim:
+    """Take less than one point for a draw, which is enough to match another method, and not to lead it."""
     verdict = "held" if ours >= other - A_DRAW else "did not hold"
+    if wants_lead and abs(ours - other) <= A_DRAW:
+        verdict = "a draw"
     return [claim, verdict, f"{100 * ours:.1f} beside {100 * other:.1f}, {whose}"]

@@ -19,6 +19,7 @@ from typing import Any
 
 from claims import FROM_SCRATCH, claims
 from reading import (
+    CONTROL_RATE,
     EMPTY,
     EPSILONS,
     METHOD_TITLES,
@@ -145,9 +146,6 @@ def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
             shown = ", ".join(f"`{name}={value}`" for name, value in values.items()) or "as the recipe has it"
             body.append([shown, f"{runs[0]['plan']['dataset_size']:,}", mean_and_error([r["accuracy"] for r in runs])])
     return table(["option", "rows", "accuracy, %"], body)
-
-
-CONTROL_RATE = 0.0079  # of the runs with other options in `tables.py`
 
 
 CHARGED = {

@@ -28,6 +28,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from reading import CONTROL_RATE
 from runs import RESULTS, Setting, carry_out, write
 
 EPSILONS = (2.0, 8.0, 4.0)
@@ -78,30 +79,29 @@ def charged(rows: int | None) -> Iterator[Setting]:
                 yield Setting(task, "fixed", 2.0, {"clip_threshold": value, "tuned_by": way}, some)
 
 
-# The rate that the recipe had here when it aimed at a travel of 300: runs that are compared with each other share it.
-CONTROL_RATE = {"learning_rate": 0.0079}
+CONTROL = {"learning_rate": CONTROL_RATE}
 
 
 def insensitivity(rows: int | None) -> Iterator[Setting]:
     """Yield DC-SGD-E with other bins, σ_H and C_0 than the defaults: (d)."""
-    yield from (Setting("sst2", "recipe", 2.0, CONTROL_RATE, rows or 20_000, seed) for seed in range(SEEDS))
+    yield from (Setting("sst2", "recipe", 2.0, CONTROL, rows or 20_000, seed) for seed in range(SEEDS))
     for name, values in (
         ("clip_threshold", (0.01, 100.0)),
         ("histogram_bins", (10, 40)),
         ("histogram_noise_multiplier", (3.0, 10.0)),
     ):
         for value in values:
-            yield Setting("sst2", "recipe", 2.0, {name: value, **CONTROL_RATE}, rows or 20_000)
+            yield Setting("sst2", "recipe", 2.0, {name: value, **CONTROL}, rows or 20_000)
 
 
 def scale(rows: int | None) -> Iterator[Setting]:
     """Yield the release as it is and divided by its threshold, from good and bad first thresholds; and `AdamBC`."""
     for first in (100.0, 0.01, 1.0):
         for divided in (False, True):
-            options = {"clip_threshold": first, "scale_free_gradient": divided, **CONTROL_RATE}
+            options = {"clip_threshold": first, "scale_free_gradient": divided, **CONTROL}
             yield Setting("sst2", "recipe", 2.0, options, rows or 20_000)
     for share in (0.3, 0.1, 1.0):
-        yield Setting("sst2", "recipe", 2.0, {"adam_bc_rate": share, **CONTROL_RATE}, rows or 20_000)
+        yield Setting("sst2", "recipe", 2.0, {"adam_bc_rate": share, **CONTROL}, rows or 20_000)
 
 
 def travel(rows: int | None) -> Iterator[Setting]:
