@@ -35,6 +35,9 @@ from reading import (
 )
 from readme_row import README, with_row
 
+from hf_dcsgd import PrivacyPlan
+from hf_dcsgd.recipe import Travel
+
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
 
@@ -120,19 +123,20 @@ def travel_table(results: list[Result]) -> list[str]:
             groups[setting["task"], plan["dataset_size"], setting["epsilon"], r["learning_rate"]].append(r)
     body = []
     for (task, size, epsilon, rate), runs in sorted(groups.items()):
-        travel, drift = travel_and_drift(runs[0]["plan"], rate)
+        way = Travel.of(PrivacyPlan.from_dict(runs[0]["plan"]), "linear")
         name, cell = TASK_TITLES[task].partition(",")[0], mean_and_error([r["accuracy"] for r in runs])
         is_recipe = not all(r["setting"]["options"] for r in runs)
-        cells = [name, f"{size:,}", f"{epsilon:g}", f"{rate:g}", f"{travel:.0f}", f"{drift:.3f}", cell]
+        cells = [
+            name,
+            f"{size:,}",
+            f"{epsilon:g}",
+            f"{rate:g}",
+            f"{rate * way.per_rate:.0f}",
+            f"{rate * way.drift_per_rate:.3f}",
+            cell,
+        ]
         body.append([f"**{text}**" if is_recipe else text for text in cells])
     return table(["task", "rows", "ε", "rate", "travel", "drift", "accuracy, %"], body)
-
-
-def travel_and_drift(plan: dict[str, Any], rate: float) -> tuple[float, float]:
-    """Return what `hf_dcsgd.recipe` calls so, of a run with linear decay and a histogram."""
-    factors = [1 - step / plan["steps"] for step in range(plan["steps"])]
-    noise = (plan["noise_multiplier"] ** -2 - plan["settings"]["histogram_noise_multiplier"] ** -2) ** -0.5
-    return rate * sum(factors) * plan["expected_batch_size"] / noise, rate * sum(f**2 for f in factors) ** 0.5
 
 
 def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
