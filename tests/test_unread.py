@@ -16,11 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import default_layers, select_trainable_layers
+from hf_dcsgd.trunk.one_query import OneQuery
 from hf_dcsgd.trunk.unread import FirstPosition
 
 pytestmark = pytest.mark.usefixtures("no_report_page")
 
-READ_FIRST = ("bert", "roberta", "distilbert", "electra", "deberta_v2", "mpnet", "lora_bert")
+# The form in which the last block of each is narrowed.
+READ_FIRST = {
+    "bert": OneQuery,
+    "roberta": OneQuery,
+    "distilbert": OneQuery,
+    "electra": OneQuery,
+    "deberta_v2": FirstPosition,
+    "mpnet": FirstPosition,
+    "lora_bert": FirstPosition,
+}
 READ_MORE = ("bert_masked_lm", "bert_token", "bert_qa", "gpt2", "llama_classifier", "vit", "lstm")
 
 
@@ -53,6 +63,7 @@ def test_norms_and_sums_are_those_of_the_whole_model(name: str) -> None:
     step = PrivateStep(model)
     assert positions_behind_attention(model, step, batch) > 1
     step.leave_out_unread(batch)
+    assert type(step._losses.first_position) is READ_FIRST[name]
     assert positions_behind_attention(model, step, batch) == 1
     total = step.clipper.zeros()
     with step.clipper:
@@ -60,6 +71,7 @@ def test_norms_and_sums_are_those_of_the_whole_model(name: str) -> None:
         expected = norms_of(one_by_one)
         factors = clip_factors(expected, float(expected.median()))
         step.clipper.accumulate(factors, total)
+    assert not step.clipper.slow_parameters or READ_FIRST[name] is FirstPosition
     torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-7)
     for part, found in step.clipper.unflatten(total).items():
         torch.testing.assert_close(found.double(), clipped_sum_of(one_by_one, factors)[part], rtol=1e-4, atol=1e-6)
@@ -120,11 +132,13 @@ def queries_answered(model: nn.Module, step: PrivateStep, batch: dict[str, Tenso
     return counts
 
 
-def test_the_attention_of_the_last_block_answers_its_first_query_alone() -> None:
-    model, inputs, labels = prepared("bert")
+@pytest.mark.parametrize(("name", "in_the_last_block"), [("bert", []), ("lora_bert", [1])])
+def test_attention_of_the_last_block_answers_its_first_query_alone(name: str, in_the_last_block: list[int]) -> None:
+    model, inputs, labels = prepared(name)
     step, batch = PrivateStep(model), with_labels(inputs, labels)
     step.leave_out_unread(batch)
-    assert queries_answered(model, step, batch) == [inputs["input_ids"].shape[1], 1]
+    # `OneQuery` answers it without torch's operation.
+    assert queries_answered(model, step, batch) == [inputs["input_ids"].shape[1], *in_the_last_block]
 
 
 def test_an_error_within_the_block_leaves_attention_as_it_was() -> None:
@@ -159,7 +173,7 @@ def test_a_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch: pytest.Monk
 
     widths: list[int] = []
     narrowed = trained("narrowed")
-    monkeypatch.setattr(FirstPosition, "of", lambda model: None)
+    monkeypatch.setattr("hf_dcsgd.step.ways_to_narrow", lambda model: [])
     whole = trained("whole")
     assert widths[0] == 1 < widths[1]
     for name, value in whole.items():

@@ -2,11 +2,12 @@
 
 A layer rule turns (input, output gradient) of one call into a contribution per parameter. Contributions to the same
 parameter, from one call or from several (shared layers, tied embeddings), are added *before* the norm is taken, so
-cross terms are exact. Three forms are enough:
+cross terms are exact. Four forms are enough:
 
 | form         | gradient of example i for a parameter     | kept                                  |
 |--------------|-------------------------------------------|---------------------------------------|
 | `Outer`      | Σ_t left[i, t] ⊗ right[i, t]               | the factors, (n, T, p) and (n, T, d)  |
+| `Blocks`     | left[i, h] ⊗ right[i, h] in block h of rows | the factors, (n, H, p/H) and (n, H, d) |
 | `OneHotRows` | Σ_t onehot(index[i, t]) ⊗ right[i, t]      | indices and factor                    |
 | `Dense`      | value[i]                                  | the gradient itself (vectors, mostly) |
 """
@@ -100,6 +101,32 @@ class Outer:
 
 
 @dataclass
+class Blocks:
+    """One outer product for each block of rows, such as those of an attention head: they have no row in common."""
+
+    left: Tensor
+    right: Tensor
+
+    def select(self, keep: Tensor | slice) -> Blocks:
+        return Blocks(self.left[keep], self.right[keep])
+
+    def add_weighted_sum(self, factors: ClipFactors, out: Tensor) -> None:
+        left = factors.weigh(self.left, out.dtype).to(out.dtype).permute(1, 2, 0)
+        out.view(*left.shape[:2], -1).baddbmm_(left, self.right.to(out.dtype).transpose(0, 1))
+
+    def squared_norms(self) -> Tensor:
+        left, right = (torch.linalg.vector_norm(f, dim=2, dtype=working_dtype(f)) for f in (self.left, self.right))
+        return (left * right).square().sum(1)
+
+    def as_outer(self) -> Outer:
+        """Return the same with the zeros written down: a position for each block."""
+        n, heads, size = self.left.shape
+        left = self.left.new_zeros(n, heads, heads, size)
+        left.diagonal(dim1=1, dim2=2).copy_(self.left.mT)
+        return Outer(left.flatten(2), self.right)
+
+
+@dataclass
 class OneHotRows:
     index: Tensor
     right: Tensor
@@ -129,4 +156,4 @@ class Dense:
 
 
 Factored: TypeAlias = Outer | OneHotRows
-Contribution: TypeAlias = Factored | Dense
+Contribution: TypeAlias = Factored | Blocks | Dense

@@ -37,6 +37,7 @@ from hf_dcsgd.ghost.layout import Layout
 from hf_dcsgd.ghost.norms import take_norms, trimmed, written
 from hf_dcsgd.ghost.recording import Call, ForwardRecorder, Slot, find_owners, hand_over_grads, output_grads
 from hf_dcsgd.ghost.refusals import UnsupportedModelError, may_change, refuse_changes, refuse_unsupported
+from hf_dcsgd.ghost.registry import Rule
 from hf_dcsgd.ghost.rule_checks import apply_rule, complain_if_wrong
 from hf_dcsgd.ghost.slow_path import add_slow_sums, slow_norms
 from hf_dcsgd.ghost.units import Units
@@ -79,9 +80,9 @@ class GhostClipper:
         self._is_settled = False
         self._layouts = Layouts(self._recorder)
         self._batch_leaves: dict[Slot, list[bool]] = {}
-        # Sequences of module calls (and the mode they ran in) already compared with autograd; with two examples or
-        # more, coupling is seen too.
-        self._verified: set[tuple[tuple[str, ...], bool, bool, bool]] = set()
+        # Sequences of module calls and rules (and the mode they ran in) already compared with autograd; with two
+        # examples or more, coupling is seen too.
+        self._verified: set[tuple[tuple[tuple[str, Rule | None], ...], bool, bool, bool]] = set()
         self._forget()
 
     def rules(self) -> dict[str, str]:
@@ -192,7 +193,8 @@ class GhostClipper:
     def _gather(self, losses: Tensor) -> dict[str, list[Contribution]]:
         """Run the one backward pass and collect what each call adds to each parameter; checked the first time."""
         n, calls, units = losses.shape[0], self._recorder.calls, self._recorder.units
-        key = (tuple(call.owner.name for call in calls), self.model.training, units is not None, n > 1)
+        called = tuple((call.owner.name, call.owner.rule) for call in calls)
+        key = (called, self.model.training, units is not None, n > 1)
         verify = key not in self._verified
         if verify and self._is_settled:
             raise UnsupportedModelError(

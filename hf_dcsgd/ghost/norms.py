@@ -3,6 +3,7 @@
 | form    | what is computed                         | chosen where                                                   |
 |---------|------------------------------------------|---------------------------------------------------------------|
 | product | ‖left‖²·‖right‖²                         | one position has a gradient, e.g. that of a [CLS] token       |
+| blocks  | Σ_h ‖left_h‖²·‖right_h‖²                 | blocks of rows have one product each (`trunk/one_query.py`)   |
 | Gram    | ⟨left·leftᵀ, right·rightᵀ⟩, T×T numbers   | 1.5·T·(p + d) < p·d                                           |
 | written | the gradient itself, p×d numbers         | beyond: it takes little more memory than the factors, or less |
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_dcsgd.ghost.contributions import (
+    Blocks,
     Contribution,
     Dense,
     Factored,
@@ -56,7 +58,7 @@ def take_norms(
     Norms are rounded up where terms all but cancel, see `_SMALLEST_SHARE`.
     """
     lengths = LastResult()
-    remaining = {name: [trimmed(part, lengths) for part in parts] for name, parts in contributions.items()}
+    remaining = {name: [trimmed(part, lengths) for part in _alike(parts)] for name, parts in contributions.items()}
     bounds = {name: _bound(parts) for name, parts in remaining.items()}
     squared: dict[str, Tensor] = {}
     by_gram: dict[str, list[Factored]] = {}
@@ -64,8 +66,10 @@ def take_norms(
     right_gram = LastResult()
     for name, parts in remaining.items():
         bound, shape = bounds[name], shapes[name]
-        factored = [part for part in parts if not isinstance(part, Dense)]
-        if len(parts) == 1 and isinstance(parts[0], Dense) and len(shape) < 2:
+        factored = [part for part in parts if isinstance(part, Outer | OneHotRows)]
+        if isinstance(parts[0], Blocks):
+            squared[name] = parts[0].squared_norms()
+        elif len(parts) == 1 and isinstance(parts[0], Dense) and len(shape) < 2:
             vectors.append(parts[0].value.reshape(-1, shape.numel()))
         elif bound is not None and len(factored) == len(parts) and sum(part.positions for part in factored) <= 1:
             squared[name] = bound
@@ -88,6 +92,11 @@ def take_norms(
     return torch.stack(terms).sum(0), remaining
 
 
+def _alike(parts: Sequence[Contribution]) -> Sequence[Contribution]:
+    """Write out the zeros of blocks where something is to be added to them."""
+    return parts if len(parts) == 1 else [part.as_outer() if isinstance(part, Blocks) else part for part in parts]
+
+
 def squared_norms(contributions: Sequence[Contribution], shape: torch.Size) -> Tensor:
     """Return ‖Σ contributions‖² of every example, for one parameter of the given shape."""
     return take_norms({"": contributions}, {"": shape})[0]
@@ -101,7 +110,7 @@ def trimmed(part: Contribution, lengths: LastResult) -> Contribution:
     its neighbors are. `lengths` is shared by calls in a row, which may share their input. Narrow matrices are written
     of all positions at once.
     """
-    if isinstance(part, Dense) or part.bound is not None or _is_narrow(part):
+    if isinstance(part, Dense | Blocks) or part.bound is not None or _is_narrow(part):
         return part
     rights = lengths.of(part.right, _row_lengths)
     if isinstance(part, OneHotRows):
@@ -138,7 +147,7 @@ def _row_lengths(value: Tensor) -> Tensor:
 
 def _bound(parts: Sequence[Contribution]) -> Tensor | None:
     """Return (Σ_t ‖left_t‖·‖right_t‖)², an upper bound of each example's squared norm; None for written gradients."""
-    found = [part.bound for part in parts if not isinstance(part, Dense) and part.bound is not None]
+    found = [part.bound for part in parts if not isinstance(part, Dense | Blocks) and part.bound is not None]
     if not found:
         return None
     return (found[0] if len(found) == 1 else torch.stack(found).sum(0)).square()
@@ -148,9 +157,10 @@ def _bound(parts: Sequence[Contribution]) -> Tensor | None:
 
 
 def _is_written(parts: Sequence[Contribution], shape: torch.Size) -> bool:
-    if any(isinstance(part, Dense) for part in parts):
+    factored = [part for part in parts if isinstance(part, Outer | OneHotRows)]
+    if len(factored) < len(parts):
         return True
-    positions = sum(part.positions for part in parts if not isinstance(part, Dense))
+    positions = sum(part.positions for part in factored)
     return _WRITTEN_SHARE * positions * (shape[0] + shape[1:].numel()) >= shape.numel()
 
 
@@ -187,7 +197,7 @@ def _per_example(parts: Parts, shape: torch.Size) -> Tensor:
         total = source.new_zeros(n, p, d) if total is None else total
         if isinstance(part, Dense):
             total += source.reshape(n, p, d)
-        else:
+        elif isinstance(part, OneHotRows):
             total.scatter_add_(1, part.index[:, :, None].expand_as(source), source)
     assert total is not None
     return total

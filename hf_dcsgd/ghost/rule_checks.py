@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, OneHotRows, without_autocast
+from hf_dcsgd.ghost.contributions import Blocks, Contribution, Dense, OneHotRows, without_autocast
 from hf_dcsgd.ghost.fallback import is_random, tensor_leaves
 from hf_dcsgd.ghost.layout import Layout
 from hf_dcsgd.ghost.recording import Call, Owner
@@ -84,7 +84,7 @@ def _shapes(
     columns = (n, positions, shape[1:].numel())
     if isinstance(contribution, OneHotRows):
         return [(n, positions), columns], [tuple(contribution.index.shape), tuple(contribution.right.shape)]
-    rows = (n, positions, *shape[:1])
+    rows = (n, positions, shape[0] // positions if isinstance(contribution, Blocks) else shape[0])
     return [rows, columns], [tuple(contribution.left.shape), tuple(contribution.right.shape)]
 
 

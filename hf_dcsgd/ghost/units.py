@@ -6,6 +6,7 @@ the position axis *before* a norm is taken, so that norms and sums over units ar
 | form         | rows                     | units                                                        |
 |--------------|--------------------------|--------------------------------------------------------------|
 | `Outer`      | (m, T, p) and (m, T, d)  | (n, k·T, p) and (n, k·T, d), k rows of the largest unit      |
+| `Blocks`     | (m, H, p/H), (m, H, d)   | those of an `Outer` with one position per block              |
 | `OneHotRows` | (m, T) and (m, T, d)     | (n, k·T) and (n, k·T, d)                                     |
 | `Dense`      | (m, …)                   | (n, …), added up                                             |
 
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dcsgd.ghost.contributions import Contribution, Dense, LastResult, OneHotRows, Outer, working_precision
+from hf_dcsgd.ghost.contributions import Blocks, Contribution, Dense, LastResult, OneHotRows, Outer, working_precision
 from hf_dcsgd.ghost.layout import fitting_layouts
 
 
@@ -78,6 +79,9 @@ class Units:
             return part if len(part.value) != self.rows else Dense(self._added(working_precision(part.value)))
         if len(part.right) != self.rows:
             return part
+        if isinstance(part, Blocks):
+            outer = part.as_outer()
+            return Outer(self._side_by_side(outer.left), self._side_by_side(outer.right))
         bound = None if part.bound is None else self._added(part.bound)
         right = inputs.of(part.right, self._side_by_side)
         if isinstance(part, Outer):

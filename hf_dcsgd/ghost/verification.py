@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_dcsgd.ghost.contributions import ClipFactors, Contribution, Dense, Outer
+from hf_dcsgd.ghost.contributions import Blocks, ClipFactors, Contribution, Dense, Outer
 from hf_dcsgd.ghost.layout import Layout, fitting_layouts
 from hf_dcsgd.ghost.norms import squared_norms
 from hf_dcsgd.ghost.quarantine import is_finite, quarantined_grad
@@ -181,6 +181,6 @@ def tolerance_of(contributions: Iterable[Contribution], *dtypes: torch.dtype) ->
     found = {torch.float64, *dtypes}
     for contribution in contributions:
         found.add(contribution.value.dtype if isinstance(contribution, Dense) else contribution.right.dtype)
-        if isinstance(contribution, Outer):
+        if isinstance(contribution, Outer | Blocks):
             found.add(contribution.left.dtype)
     return max(_TOLERANCE[dtype] for dtype in found)

@@ -1,8 +1,9 @@
 """A model cut in two: the frozen blocks in front of the first trained one, and the rest.
 
 The hidden states behind the frozen blocks are a function of the row alone and never change during a run. `FrozenTrunk`
-computes them once (`capture`), and later feeds them in again (`feed`): frozen blocks are passed over, and everything
-else (embeddings, masks, positions, trained blocks, poolers, heads) is computed by the model's own code.
+computes them once (`capture`), and later feeds them in again (`feed`): frozen blocks are passed over, with the module
+that hands the first of them its input (BERT's embeddings), and everything else (masks, positions, trained blocks,
+poolers, heads) is computed by the model's own code.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class FrozenTrunk:
         self.blocks = blocks[:count]
         self._as_output: Callable[[Tensor], Any] = lambda hidden: hidden
         self._dtype = torch.float32
+        self._front: nn.Module | None = None
 
     def __str__(self) -> str:
         return f"{len(self.blocks)} frozen blocks of {self.name}"
@@ -67,7 +69,8 @@ class FrozenTrunk:
             seen.append(output)
             raise _CutReached
 
-        handles = [self.blocks[-1].register_forward_hook(stop)]
+        front = _Front(self.model, self.blocks[0])
+        handles = [self.blocks[-1].register_forward_hook(stop), *front.handles]
         for name, module in self.model.named_modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 handles.append(module.register_forward_pre_hook(_noting(early, name)))
@@ -87,7 +90,7 @@ class FrozenTrunk:
         if not seen:
             raise TrunkCacheError(f"the forward does not call the blocks of {self.name} one by one")
         hidden_states = self._hidden_states(seen[0])
-        self._dtype = hidden_states.dtype
+        self._dtype, self._front = hidden_states.dtype, front.found(hidden_states)
         return hidden_states
 
     def _hidden_states(self, output: Any) -> Tensor:
@@ -113,13 +116,44 @@ class FrozenTrunk:
         def earlier(*args: Any, **kwargs: Any) -> Any:
             return self._as_output(args[0] if args else kwargs["hidden_states"])
 
-        for block in self.blocks:
-            block.forward = last if block is self.blocks[-1] else earlier
+        forwards = dict.fromkeys(self.blocks[:-1], earlier) | {self.blocks[-1]: last}
+        if self._front is not None:
+            forwards[self._front] = lambda *args, **kwargs: hidden_states.to(self._dtype)
+        for module, forward in forwards.items():
+            module.forward = forward
         try:
             yield
         finally:
-            for block in self.blocks:
-                del block.forward
+            for module in forwards:
+                del module.forward
+
+
+class _Front:
+    """Looks for the module in front of the blocks: the outermost one whose output is what the first block is given."""
+
+    def __init__(self, model: nn.Module, first_block: nn.Module) -> None:
+        self._outputs: list[tuple[nn.Module, Tensor]] = []
+        self._given: Any = None
+        self.handles = [first_block.register_forward_pre_hook(self._note_given, with_kwargs=True)]
+        self.handles += [
+            module.register_forward_hook(self._note_output)
+            for module in model.modules()
+            if "forward" not in vars(module)
+        ]
+
+    def _note_given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._given = args[0] if args else kwargs.get("hidden_states")
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._given is None and isinstance(output, Tensor):
+            self._outputs.append((module, output))
+
+    def found(self, hidden_states: Tensor) -> nn.Module | None:
+        """Return the module if its output can be told from hidden states by its values alone; None otherwise."""
+        named = [module for module, output in self._outputs if output is self._given]
+        if not named or self._given.shape != hidden_states.shape or self._given.dtype != hidden_states.dtype:
+            return None
+        return named[-1]  # the outermost one ends last
 
 
 class _CutReached(Exception):  # noqa: N818 (ends a forward that has done its work)

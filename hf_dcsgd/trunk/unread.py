@@ -1,9 +1,13 @@
 """Leave out what nothing reads: all but one position of the last block, and of a language model's logits.
 
-Classifiers of BERT's kind read the first position of the last block alone. Behind its attention a block treats each
-position by itself, so that the others need not be computed there at all; and attention, where torch computes it as
-one operation, need answer the first query alone. Losses, gradients and norms stay what they are, at about a third of
-the block's cost; `reads_first_position` sees to it on rows before this is used.
+Classifiers of BERT's kind read the first position of the last block alone, so that the others need not be computed
+there. There are two forms of this, and the first that leaves losses and norms of some rows what they are is used
+(`reads_first_position`):
+
+| form            | what is computed                                                    | where                       |
+|-----------------|---------------------------------------------------------------------|-----------------------------|
+| `OneQuery`      | one position of the block, one query, no keys and values            | BERT, RoBERTa, DistilBERT … |
+| `FirstPosition` | keys and values of all positions, one position behind the attention | DeBERTa, MPNet, LoRA …      |
 
 A causal language model that learns completions has no loss at the prompts in front of them. Their logits, which for a
 small model and a large vocabulary are most of a step, are not computed (`without_unread_logits`).
@@ -26,6 +30,7 @@ from hf_dcsgd.ghost import BatchCouplingError, UnsupportedModelError
 from hf_dcsgd.tasks.layer_selection import block_list
 from hf_dcsgd.tasks.loss_kind import loss_kind, unwrapped_model
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
+from hf_dcsgd.trunk.one_query import OneQuery
 
 # The first module behind the attention of a block that is given each position by itself, with what is added to it.
 _BEHIND_ATTENTION = ("attention.output", "attention.LayerNorm", "sa_layer_norm")
@@ -33,22 +38,17 @@ Results = tuple[Tensor, Tensor]
 
 
 class FirstPosition:
-    """The last block of a model, of which only the first position may be asked for."""
+    """A block of which only the first position is computed behind its attention."""
 
     def __init__(self, block: nn.Module, behind_attention: nn.Module) -> None:
         self._block = block
         self._behind_attention = behind_attention
 
     @classmethod
-    def of(cls, model: nn.Module) -> FirstPosition | None:
-        """Find the last block; None where none is known to be built like this."""
-        base = unwrapped_model(model)
-        try:
-            last = list(base.get_submodule(block_list(base)).children())[-1]
-        except ValueError:
-            return None
-        modules = dict(last.named_modules())
-        return next((cls(last, modules[name]) for name in _BEHIND_ATTENTION if name in modules), None)
+    def of(cls, block: nn.Module) -> FirstPosition | None:
+        """Find what is behind the attention; None where the block is not known to be built like this."""
+        modules = dict(block.named_modules())
+        return next((cls(block, modules[name]) for name in _BEHIND_ATTENTION if name in modules), None)
 
     @contextmanager
     def only(self) -> Iterator[None]:
@@ -86,11 +86,21 @@ class _FirstQuery(TorchFunctionMode):
         return func(query[..., :1, :], key, value, **kwargs).expand(*query.shape[:-1], value.shape[-1])
 
 
-def reads_first_position(first: FirstPosition, results: Callable[[], Results], tolerance: float) -> bool:
+def ways_to_narrow(model: nn.Module) -> list[OneQuery | FirstPosition]:
+    """List the forms in which the first position of the last block may be computed alone, the cheaper one first."""
+    base = unwrapped_model(model)
+    try:
+        last = list(base.get_submodule(block_list(base)).children())[-1]
+    except ValueError:
+        return []
+    return [form for form in (OneQuery.of(last), FirstPosition.of(last)) if form is not None]
+
+
+def reads_first_position(form: OneQuery | FirstPosition, results: Callable[[], Results], tolerance: float) -> bool:
     """Tell whether losses and norms, as `results` computes them, are the same without the other positions."""
     expected = results()
     try:
-        with first.only():
+        with form.only():
             found = results()
     except (BatchCouplingError, UnsupportedModelError, IndexError, RuntimeError, TypeError, ValueError):
         return False  # something else takes the positions that are not there
