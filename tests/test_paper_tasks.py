@@ -1,4 +1,4 @@
-"""The models of the results page that are written by hand: the LSTM is torch's, and its norms are autograd's."""
+"""What runs of the results page are made of: the LSTM is torch's, its norms autograd's, the ceiling a `Trainer`'s."""
 
 import importlib.util
 import sys
@@ -8,16 +8,23 @@ from types import ModuleType
 import pytest
 import torch
 from oracles import gradients_one_by_one, norms_of
+from tiny_tasks import pad, quiet, text_rows, tiny_bert
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from hf_dcsgd.ghost import GhostClipper
+from hf_dcsgd.tasks.layer_selection import select_trainable_layers
 
-TASKS = Path(__file__).parents[1] / "examples" / "paper" / "tasks.py"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "paper"
 
 
 @pytest.fixture(scope="module")
 def tasks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("paper_tasks", TASKS)
+    return loaded("tasks")
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"paper_{name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -51,3 +58,25 @@ def test_norms_of_the_surname_lstm_are_those_of_autograd(tasks: ModuleType) -> N
 
     truth = norms_of(gradients_one_by_one(model, {"characters": characters}, labels, losses_of))
     torch.testing.assert_close(norms.double(), truth, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("no_report_page")
+def test_the_ceiling_is_trained_as_by_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cached hidden states, with one position of the last block, a run ends in the same weights and answers."""
+    monkeypatch.setattr("hf_dcsgd.trunk.build.HF_HOME", str(tmp_path))
+    ceiling = loaded("ceiling")
+    rows = text_rows(24)
+
+    def trained(trainer_class: type[Trainer]) -> tuple[dict[str, torch.Tensor], float]:
+        model = tiny_bert()
+        select_trainable_layers(model)
+        arguments = quiet(max_steps=5, per_device_train_batch_size=8, learning_rate=0.1, remove_unused_columns=False)
+        args = TrainingArguments(str(tmp_path), **arguments, seed=3, optim="sgd")  # Adam blows rounding up
+        trainer = trainer_class(model, args, train_dataset=rows, eval_dataset=rows, data_collator=pad)
+        trainer.train()
+        return model.state_dict(), trainer.evaluate()["eval_loss"]
+
+    (found, loss), (expected, expected_loss) = trained(ceiling.CeilingTrainer), trained(Trainer)
+    assert loss == pytest.approx(expected_loss, rel=1e-4)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)

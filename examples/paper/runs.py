@@ -23,6 +23,7 @@ import numpy as np
 import tasks
 import torch
 from adam_bc import AdamBC
+from ceiling import CeilingTrainer
 from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import IntervalStrategy
 
@@ -86,8 +87,7 @@ class Setting:
             "dataloader_pin_memory": torch.accelerator.is_available(),
         }
         if self.method == "non_private":
-            # Rows of like length meet in a batch: less padding. A private draw may not look at lengths.
-            common |= {"train_sampling_strategy": "group_by_length"} if self.task in tasks.TEXT else {}
+            common |= {"remove_unused_columns": False} if self.task in tasks.TEXT else {}
             return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
         if self.task in tasks.TEXT:
             # Expected batch sizes are multiples of 128: more rows are computed at a time, and draws stay as they are.
@@ -145,9 +145,10 @@ def carry_out(
             watch(trainer)
             if "adam_bc_rate" in setting.options:
                 trainer.optimizer = _adam_bc(trainer, setting.options["adam_bc_rate"])
+        elif setting.task in tasks.TEXT:
+            select_trainable_layers(model)
+            trainer = CeilingTrainer(model, args, **common)
         else:
-            if data.loss is None:
-                select_trainable_layers(model)
             trainer = Trainer(model, args, **common, compute_loss_func=_mean_of(data.loss))
         if isinstance(trainer, DCSGDTrainer) and setting.task in tasks.TEXT:
             # At the last step, where hidden states of the evaluation rows are taken from the trunk cache.
@@ -186,8 +187,6 @@ def _adam_bc(trainer: DCSGDTrainer, share: float) -> AdamBC:
 
 
 def _mean_of(loss: Any) -> Any:
-    if loss is None:
-        return None
     return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels).mean()
 
 
