@@ -92,11 +92,11 @@ class _Tree:
         if self._listed_children() != self._children:
             self._named_modules = list(self._model.named_modules())
             self._children = self._listed_children()
-        seen: set[Tensor] = set()
+        seen: set[int] = set()
         for prefix, module in self._named_modules:
             for name, tensor in chain(module._buffers.items(), module._parameters.items()):
-                if tensor is not None and tensor not in seen:
-                    seen.add(tensor)
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
                     path = f"{prefix}.{name}" if prefix else name
                     if type(tensor) in _PLAIN:
                         yield path, tensor
