@@ -33,10 +33,10 @@ METHOD_TITLES = {
 Result = dict[str, Any]
 
 
-def read_results() -> list[Result]:
-    """Read all runs, in the order of their names."""
+def read_results(model: str | None = None) -> list[Result]:
+    """Read all runs with a model, in the order of their names; None for those with the model that is not named."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
-    return [result for result in found if isinstance(result, dict) and "setting" in result]
+    return [r for r in found if isinstance(r, dict) and "setting" in r and r["setting"].get("model") == model]
 
 
 def mean_and_error(values: Sequence[float]) -> str:

@@ -6,7 +6,6 @@ A run is described by its `Setting`, which also names its file: a run whose file
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import logging
@@ -51,6 +50,7 @@ class Setting:
             of the recipe's learning rate.
         rows: How many training rows; None for all.
         seed: Initializes the head. Noise and draws are fresh in any case.
+        model: A folder under `weights` of the data, for text; None for all-MiniLM-L6-v2.
     """
 
     task: str
@@ -67,9 +67,7 @@ class Setting:
         options = "_".join(f"{name}={value}" for name, value in sorted(self.options.items()))
         parts = [self.task, str(self.rows or "all"), self.method, f"eps={self.epsilon:g}" if self.epsilon else ""]
         name = re.sub(r"[^\w=.+-]+", "-", "_".join(part for part in (*parts, options, f"seed={self.seed}") if part))
-        if self.model:
-            name += "_" + hashlib.blake2b(self.model.encode(), digest_size=4).hexdigest()
-        return name
+        return f"{name}_{self.model}" if self.model else name
 
     def path(self, results: Path = RESULTS) -> Path:
         """Return where the result is kept."""

@@ -9,6 +9,7 @@
     python examples/paper/tables.py scale --data DATA_FOLDER                 # the release divided by C, or not
     python examples/paper/tables.py held_out --data DATA_FOLDER              # the recipe where it was not derived
     python examples/paper/tables.py scratch --data DATA_FOLDER               # (f) MNIST, NAMES and CIFAR-10
+    python examples/paper/tables.py models --data DATA_FOLDER                # another model than all-MiniLM-L6-v2
     python examples/paper/tables.py sst2 --data DATA_FOLDER --list           # what there is, and what is missing
     python examples/paper/tables.py sst2 --data DATA_FOLDER --only sst2_all_recipe_eps=2 --results MINE   # run again
 
@@ -139,6 +140,18 @@ def scratch(rows: int | None) -> Iterator[Setting]:
     yield Setting("cifar10", "recipe", 2.0, rows=rows)
 
 
+def models(rows: int | None) -> Iterator[Setting]:
+    """Yield another BERT, whose pooler is not trained."""
+
+    def at(method: str, epsilon: float | None, seed: int = 0, **options: Any) -> Setting:
+        return Setting("sst2", method, epsilon, options, rows or 20_000, seed, "gte-small")
+
+    for seed in range(SEEDS):
+        yield from (at(method, 2.0, seed) for method in ("recipe", "dc_sgd_e", "auto_clip"))
+        yield from (at("fixed", 2.0, seed, clip_threshold=value) for value in THRESHOLDS[:3])
+    yield from (at("non_private", None, **options) for options in NON_PRIVATE)
+
+
 TABLES = {
     "sst2": lambda rows: by_method("sst2", rows),
     "pairs": lambda rows: by_method("pairs", rows),
@@ -148,6 +161,7 @@ TABLES = {
     "travel": travel,
     "held_out": held_out,
     "scratch": scratch,
+    "models": models,
 }
 
 

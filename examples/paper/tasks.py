@@ -42,9 +42,9 @@ class Data:
 
 
 def load(task: str, folder: Path, *, rows: int | None = None, model: str | None = None) -> Data:
-    """Load a task; `rows` takes that many of its training rows, spread evenly over them."""
+    """Load a task; `rows` takes that many of its training rows, spread evenly; `model` is one in its weights."""
     if task in TEXT:
-        return _text(task, folder, rows, model or minilm())
+        return _text(task, folder, rows, str(folder / "weights" / model) if model else minilm())
     return {"mnist": _mnist, "names": _names, "cifar10": _cifar10}[task](folder, rows)
 
 
