@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+import transformers as hf
+from architectures import ARCHITECTURES, ENCODER
 from datasets import Dataset
 from tiny_tasks import pad, private_args, text_rows, tiny_bert
 from torch import Tensor, nn
@@ -66,6 +67,40 @@ def test_a_model_goes_on_from_its_hidden_states(name: str) -> None:
     fed = step.losses({**batch, TRUNK_ENTRY: hidden_states})
     assert torch.allclose(whole, fed, rtol=1e-5, atol=1e-6)
     require_same_results(step, [{**batch, TRUNK_ENTRY: hidden_states}])
+
+
+FRONTS = {"bert": "bert.embeddings", "gpt2": "transformer.drop", "llama": "model.embed_tokens", "opt": None}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_what_leads_to_the_frozen_blocks_is_passed_over_as_well(name: str) -> None:
+    model, batch = prepared(name)
+    trunk, model = FrozenTrunk(model), model.eval()
+    hidden_states = trunk.capture(split_labels(model, batch)[0])
+    names = {module: path for path, module in model.named_modules()}
+    assert (names[trunk._front] if trunk._front is not None else None) == FRONTS[name]
+    lookups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda *args: lookups.append(args))
+    step = PrivateStep(model, trunk=trunk)
+    step.losses({**batch, TRUNK_ENTRY: hidden_states})
+    if name == "bert":
+        assert not lookups
+    lookups.clear()
+    step.losses(batch)
+    assert lookups
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_embeddings_of_another_size_than_the_blocks_are_computed() -> None:
+    """ELECTRA projects its embeddings: the first block is given what no look-up returned."""
+    config = hf.ElectraConfig(**{**ENCODER, "embedding_size": 8})
+    model = hf.ElectraForSequenceClassification(config).eval()
+    select_trainable_layers(model, default_layers(model))
+    trunk = FrozenTrunk(model)
+    trunk.capture({"input_ids": torch.randint(1, 50, (2, 6))})
+    assert trunk._front is model.electra.embeddings_project
 
 
 def test_all_blocks_are_passed_over_when_the_head_alone_is_trained() -> None:
