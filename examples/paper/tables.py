@@ -118,12 +118,20 @@ def travel(rows: int | None) -> Iterator[Setting]:
     yield from (Setting("pairs", "recipe", 2.0, {"learning_rate": 0.0066}, rows, seed) for seed in range(SEEDS))
 
 
+# Why the recipe is behind on MNIST: smaller batches, or more epochs, of otherwise the same.
+MORE_STEPS: list[dict[str, Any]] = [
+    {"per_device_train_batch_size": 256, "gradient_accumulation_steps": 2},
+    {"num_train_epochs": 10},
+]
+
+
 def held_out(rows: int | None) -> Iterator[Setting]:
     """Yield the recipe and the paper's setting on tasks that the recipe was not derived on."""
     for task, epsilon in (("sms", 8.0), ("cola", 8.0), ("sms", 2.0), ("mnist", 2.0)):
         for method in ("recipe", "dc_sgd_e"):
             yield Setting(task, method, epsilon, rows=rows)
     yield Setting("cola", "non_private", None, NON_PRIVATE[0], rows)
+    yield from (Setting("mnist", "recipe", 2.0, options, rows) for options in MORE_STEPS)
 
 
 def scratch(rows: int | None) -> Iterator[Setting]:
