@@ -71,6 +71,21 @@ def test_gradients_under_dropout_are_autograds(layers: str) -> None:
         require_autograds_gradients(step, batch)
 
 
+def test_attention_drops_as_much_out_as_that_of_the_whole_model() -> None:
+    torch.manual_seed(0)
+    model = tiny_bert(dropout=0.0, attention_probs_dropout_prob=0.5)
+    inputs, labels = ARCHITECTURES["bert"].batch(model, n=16)
+    batch = with_labels(inputs, labels)
+    step, whole = narrowed(model.eval(), batch), PrivateStep(model)
+    model.bert.encoder.layer[-1].train()
+
+    def spread(of: PrivateStep) -> Tensor:
+        with torch.no_grad():
+            return torch.stack([of.losses(batch) for _ in range(300)]).std(0)
+
+    torch.testing.assert_close(spread(step) / spread(whole), torch.ones(16), rtol=0, atol=0.25)
+
+
 def test_a_row_alone_draws_what_it_drew_in_its_stack() -> None:
     """The tape of random numbers finds its way through the other form of attention."""
     from hf_dcsgd.checks.random_tape import RandomTape
