@@ -78,6 +78,11 @@ def charged(rows: int | None) -> Iterator[Setting]:
         for way in ("rdp_composition", "papernot_steinke_tnb", "lt"):
             for value in THRESHOLDS[:2]:
                 yield Setting(task, "fixed", 2.0, {"clip_threshold": value, "tuned_by": way}, some)
+    for seed in range(1, SEEDS):
+        for task, some in sizes:
+            for way in ("rdp_composition", "papernot_steinke_tnb"):
+                for value in THRESHOLDS[:2]:
+                    yield Setting(task, "fixed", 2.0, {"clip_threshold": value, "tuned_by": way}, some, seed)
 
 
 CONTROL = {"learning_rate": CONTROL_RATE}
