@@ -11,8 +11,8 @@ every step beside its result.
 batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside two controls without noise:
 `known` knows the norms of the last five steps, `hindsight` those of the five steps around, the step itself among them.
 It writes E(C_t) / min E after the first 20 steps, of the norms of the step alone and of the five steps around it, to
-`results/range_rules.json`, where traces that are not at hand keep their rows; and, if the trace of MNIST is there, a
-picture of C_t, R_t and the true quantiles to `docs/norms.png`.
+`results/range_rules.json`, where what is not run now keeps its rows; and, if the trace of MNIST is there, a picture of
+C_t, R_t and the true quantiles to `docs/norms.png`.
 """
 
 from __future__ import annotations
@@ -261,9 +261,10 @@ def main() -> None:
         write(record(setting, options.data, options.traces), setting.path())
         return
     paths = sorted(options.traces.glob("*.npz"))
-    kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []
-    kept = [row for row in kept if row["trace"] not in {path.stem for path in paths}]
     found = compare(paths, options.batch_sizes, options.epsilons)
+    run = {(row["trace"], row["batch_size"], row["epsilon"]) for row in found}
+    kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []
+    kept = [row for row in kept if (row["trace"], row["batch_size"], row["epsilon"]) not in run]
     RULES_FILE.write_text(json.dumps(kept + found, indent=1) + "\n", encoding="utf-8")
     for path in paths:
         if path.stem == PICTURED:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -225,7 +224,7 @@ def _largest(rows: list[dict[str, Any]], rule: str, name: str, digits: int) -> s
 
 
 def time_table(results: list[Result]) -> list[str]:
-    """Return what runs took, the filling of a cache by the first of them left out by taking the median."""
+    """Return what the quickest runs took: others filled a cache, or are older than what made steps quicker."""
     took: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for r in results:
         if r["threads"] == 1:
@@ -233,10 +232,10 @@ def time_table(results: list[Result]) -> list[str]:
             what = {"recipe": "recipe", "non_private": "without privacy"}.get(method, "paper's setting")
             took[r["setting"]["task"], r["setting"]["rows"] or 0, what].append(r["cpu_seconds"])
     body = [
-        [task, f"{rows:,}" if rows else "all", what, f"{statistics.median(seconds):.0f}", str(len(seconds))]
+        [task, f"{rows:,}" if rows else "all", what, f"{min(seconds):.0f}", str(len(seconds))]
         for (task, rows, what), seconds in sorted(took.items())
     ]
-    return table(["task", "rows", "what is run", "CPU seconds, median", "runs"], body)
+    return table(["task", "rows", "what is run", "CPU seconds of the quickest", "runs"], body)
 
 
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
