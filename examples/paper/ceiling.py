@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from hf_dcsgd.data.rows import longest_row, with_rounded_lengths
 from hf_dcsgd.trunk.build import open_cache
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY
 from hf_dcsgd.trunk.evaluation import EvaluationCache
@@ -27,7 +28,8 @@ class CeilingTrainer(Trainer):
         self, model: nn.Module, args: TrainingArguments, *, train_dataset: Any, data_collator: Any, **options: Any
     ) -> None:
         model.to(args.device)
-        self._cache = open_cache(model, train_dataset, data_collator, label_names=None, device=args.device)
+        alone = with_rounded_lengths(data_collator, longest_row(None, model))  # as private runs collate a row
+        self._cache = open_cache(model, train_dataset, alone, label_names=None, device=args.device)
         self._cache.fill(range(len(train_dataset)))
         self._evaluation = EvaluationCache(self._cache, nullcontext)
         self._narrowed = ways_to_narrow(model)[0]
