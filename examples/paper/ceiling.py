@@ -1,8 +1,8 @@
 """What a run without privacy reaches with the same trained layers on the same frozen features: `CeilingTrainer`.
 
-It trains as transformers' `Trainer` does, but takes the hidden states of the frozen blocks from the trunk cache of the
-private runs, and computes the one position that the head reads: the same gradients in a fraction of the time, so that
-several learning rates can be tried. As in private runs with the cache, the frozen blocks drop nothing out.
+It trains as transformers' `Trainer` does, but takes the hidden states of the frozen blocks from a trunk cache, and
+computes the one position that the head reads: the same gradients in a fraction of the time, so that several learning
+rates can be tried. As in private runs with a cache, the frozen blocks drop nothing out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from hf_dcsgd.data.rows import longest_row, with_rounded_lengths
 from hf_dcsgd.trunk.build import open_cache
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY
 from hf_dcsgd.trunk.evaluation import EvaluationCache
@@ -28,8 +27,7 @@ class CeilingTrainer(Trainer):
         self, model: nn.Module, args: TrainingArguments, *, train_dataset: Any, data_collator: Any, **options: Any
     ) -> None:
         model.to(args.device)
-        alone = with_rounded_lengths(data_collator, longest_row(None, model))  # as private runs collate a row
-        self._cache = open_cache(model, train_dataset, alone, label_names=None, device=args.device)
+        self._cache = open_cache(model, train_dataset, data_collator, label_names=None, device=args.device)
         self._cache.fill(range(len(train_dataset)))
         self._evaluation = EvaluationCache(self._cache, nullcontext)
         self._narrowed = ways_to_narrow(model)[0]
