@@ -35,7 +35,7 @@ from reading import (
 from readme_row import README, with_row
 
 from hf_dcsgd import PrivacyPlan
-from hf_dcsgd.recipe import Travel
+from hf_dcsgd.recipe import EPOCHS, Travel
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
@@ -120,13 +120,17 @@ def scratch_table(results: list[Result]) -> list[str]:
 
 def travel_table(results: list[Result]) -> list[str]:
     """Return the recipe at several learning rates: how far it travels, how far noise alone carries a weight."""
-    groups: dict[tuple[str, int, float, float], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, int, float, int, float], list[Result]] = defaultdict(list)
     for r in chosen(results, method="recipe"):
-        if r["setting"]["task"] in TASK_TITLES and set(r["setting"]["options"]) <= {"learning_rate"}:
+        if r["setting"]["task"] in TASK_TITLES and set(r["setting"]["options"]) <= {
+            "learning_rate",
+            "num_train_epochs",
+        }:
             setting, plan = r["setting"], r["plan"]
-            groups[setting["task"], plan["dataset_size"], setting["epsilon"], r["learning_rate"]].append(r)
+            epochs = setting["options"].get("num_train_epochs", EPOCHS)
+            groups[setting["task"], plan["dataset_size"], setting["epsilon"], epochs, r["learning_rate"]].append(r)
     body = []
-    for (task, size, epsilon, rate), runs in sorted(groups.items()):
+    for (task, size, epsilon, epochs, rate), runs in sorted(groups.items()):
         way = Travel.of(PrivacyPlan.from_dict(runs[0]["plan"]), "linear")
         name, cell = TASK_TITLES[task].partition(",")[0], mean_and_error([r["accuracy"] for r in runs])
         is_recipe = not all(r["setting"]["options"] for r in runs)
@@ -134,13 +138,14 @@ def travel_table(results: list[Result]) -> list[str]:
             name,
             f"{size:,}",
             f"{epsilon:g}",
+            f"{epochs:g}",
             f"{rate:g}",
             f"{rate * way.per_rate:.0f}",
             f"{rate * way.drift_per_rate:.3f}",
             cell,
         ]
         body.append([f"**{text}**" if is_recipe else text for text in cells])
-    return table(["task", "rows", "ε", "rate", "travel", "drift", "accuracy, %"], body)
+    return table(["task", "rows", "ε", "epochs", "rate", "travel", "drift", "accuracy, %"], body)
 
 
 def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
