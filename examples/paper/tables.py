@@ -122,6 +122,8 @@ def travel(rows: int | None) -> Iterator[Setting]:
             yield Setting(task, "recipe", epsilon, {"learning_rate": rate}, rows or some)
     yield from (Setting("pairs", "recipe", 2.0, {"learning_rate": 0.0066}, rows, seed) for seed in range(SEEDS))
     yield Setting("pairs", "recipe", 8.0, {"num_train_epochs": 15, "learning_rate": 0.0068}, rows)
+    yield Setting("pairs", "recipe", 2.0, {"num_train_epochs": 15}, rows)
+    yield Setting("sst2", "recipe", 8.0, {"num_train_epochs": 15, "learning_rate": 0.0081}, rows or 20_000)
 
 
 # Why the recipe is behind on MNIST: smaller batches, or more epochs, of otherwise the same.
