@@ -120,13 +120,10 @@ def scratch_table(results: list[Result]) -> list[str]:
 
 def travel_table(results: list[Result]) -> list[str]:
     """Return the recipe at several learning rates: how far it travels, how far noise alone carries a weight."""
-    groups: dict[tuple[str, int, float, int, float], list[Result]] = defaultdict(list)
+    groups: dict[tuple[str, int, float, float, float], list[Result]] = defaultdict(list)
     for r in chosen(results, method="recipe"):
-        if r["setting"]["task"] in TASK_TITLES and set(r["setting"]["options"]) <= {
-            "learning_rate",
-            "num_train_epochs",
-        }:
-            setting, plan = r["setting"], r["plan"]
+        setting, plan = r["setting"], r["plan"]
+        if setting["task"] in TASK_TITLES and set(setting["options"]) <= {"learning_rate", "num_train_epochs"}:
             epochs = setting["options"].get("num_train_epochs", EPOCHS)
             groups[setting["task"], plan["dataset_size"], setting["epsilon"], epochs, r["learning_rate"]].append(r)
     body = []
@@ -245,7 +242,7 @@ def time_table(results: list[Result]) -> list[str]:
 
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("accuracy", accuracy_tables),
-    ("other_model", lambda results: accuracy_tables(read_results(OTHER_MODEL))),
+    ("other_model", lambda results: accuracy_tables(read_results(OTHER_MODEL)) or ["Not run yet.", ""]),
     ("charged", charged_table),
     ("travel", travel_table),
     ("held_out", held_out_table),

@@ -84,7 +84,7 @@ def _shapes(
     columns = (n, positions, shape[1:].numel())
     if isinstance(contribution, OneHotRows):
         return [(n, positions), columns], [tuple(contribution.index.shape), tuple(contribution.right.shape)]
-    rows = (n, positions, shape[0] // positions if isinstance(contribution, Blocks) else shape[0])
+    rows = (n, positions, shape[0] // positions) if isinstance(contribution, Blocks) else (n, positions, *shape[:1])
     return [rows, columns], [tuple(contribution.left.shape), tuple(contribution.right.shape)]
 
 
