@@ -173,6 +173,17 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any("forward" in vars(module) or module._forward_hooks for module in modules.values())
 
 
+def test_a_block_that_is_called_in_another_way_leaves_other_modes_alone() -> None:
+    model, *_ = prepared("bert")
+    block = model.bert.encoder.layer[-1]
+    form = OneQuery.of(block)
+    assert form is not None
+    with torch.device("meta"), form.only():
+        with pytest.raises(KeyError):
+            block(states=torch.zeros(1))
+        assert torch.zeros(1).device.type == "meta"
+
+
 def test_keys_and_values_of_other_positions_are_not_computed() -> None:
     model, inputs, labels = prepared("bert")
     step = narrowed(model, with_labels(inputs, labels))

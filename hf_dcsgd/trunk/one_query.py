@@ -63,6 +63,8 @@ class OneQuery:
             return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": first})
 
         def leave(*_: Any) -> None:
+            if attend.states is None:  # never entered: the block was not given what it takes
+                return
             self._attention._modules.update(zip(self._names, (key, value), strict=True))
             attend.__exit__(None, None, None)
             attend.states = None
