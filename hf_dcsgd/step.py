@@ -53,14 +53,7 @@ from hf_dcsgd.tasks.layer_selection import train_mode
 from hf_dcsgd.tasks.loss_kind import is_multiple_choice
 from hf_dcsgd.tasks.losses import LossFunction, checked_user_losses, per_example_losses, split_labels
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk
-from hf_dcsgd.trunk.one_query import OneQuery
-from hf_dcsgd.trunk.unread import (
-    FirstPosition,
-    can_leave_out_logits,
-    reads_first_position,
-    ways_to_narrow,
-    without_unread_logits,
-)
+from hf_dcsgd.trunk.unread import Narrowing, can_leave_out_logits, find_narrowing, without_unread_logits
 
 # One row alone costs about as much as four within a stack: these rates keep the checks near 2% of a step.
 _LARGEST_CHECK_RATE = 1 / 3
@@ -89,7 +82,7 @@ class ExampleLosses:
         self._rows_per_example = rows_per_example
         self._has_choices = is_multiple_choice(model)
         self._trunk = trunk
-        self.first_position: OneQuery | FirstPosition | None = None
+        self.first_position: Narrowing | None = None
         self._leaves_out_logits = loss is None and rows_per_example == 1 and can_leave_out_logits(model)
         self._loss = loss
         self._label_names = label_names
@@ -219,8 +212,7 @@ class PrivateStep:
     def leave_out_unread(self, batch: Batch) -> None:
         """Compute the first position of the last block alone where this batch shows that nothing reads the others."""
         self._losses.first_position = None
-        forms = ways_to_narrow(self.model)
-        if not forms or self.recomputes:  # the backward would compute the whole block
+        if self.recomputes:  # the backward would compute the whole block
             return
 
         def results() -> tuple[Tensor, Tensor]:
@@ -229,9 +221,7 @@ class PrivateStep:
                 losses = self.losses(batch)
                 return losses.detach(), clipper.norms(losses)
 
-        with torch.no_grad():
-            tolerance = self.tolerance(self.losses(batch))
-        self._losses.first_position = next((f for f in forms if reads_first_position(f, results, tolerance)), None)
+        self._losses.first_position = find_narrowing(self.model, results, self.tolerance)
 
     # -- the logical batch -------------------------------------------------------------------------------------------
 

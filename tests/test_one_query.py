@@ -173,6 +173,22 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any("forward" in vars(module) or module._forward_hooks for module in modules.values())
 
 
+def test_a_rule_is_compared_with_autograd_however_often_others_were() -> None:
+    """The calls are those of a batch that was compared before, by name; their rules are not."""
+    model, inputs, labels = prepared("bert")
+    step = narrowed(model, with_labels(inputs, labels))
+    whole, form = PrivateStep(model), step._losses.first_position
+    with whole.clipper:
+        expected = whole.clipper.norms(whole.losses(with_labels(inputs, labels)))
+    whole._losses.first_position = form
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_dcsgd.trunk.one_query._KeyHeads.ghost_rule", staticmethod(lambda *_: {}))
+        with whole.clipper:
+            norms = whole.clipper.norms(whole.losses(with_labels(inputs, labels)))
+    assert any("key.weight" in name for name in whole.clipper.slow_parameters)
+    torch.testing.assert_close(norms, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_block_that_is_called_in_another_way_leaves_other_modes_alone() -> None:
     model, *_ = prepared("bert")
     block = model.bert.encoder.layer[-1]

@@ -173,7 +173,7 @@ def test_a_run_ends_in_the_same_weights(tmp_path: Path, monkeypatch: pytest.Monk
 
     widths: list[int] = []
     narrowed = trained("narrowed")
-    monkeypatch.setattr("hf_dcsgd.step.ways_to_narrow", lambda model: [])
+    monkeypatch.setattr("hf_dcsgd.trunk.unread.ways_to_narrow", lambda model: [])
     whole = trained("whole")
     assert widths[0] == 1 < widths[1]
     for name, value in whole.items():

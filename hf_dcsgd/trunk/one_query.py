@@ -10,11 +10,12 @@ gradient of a matrix is one outer product per head (`Blocks`), whatever the leng
 
 The model's own code still runs the block, on its first position: in place of key and value layers it finds stand-ins
 which hand on NaN. Attention that is not torch's one operation, or that does something else with keys and values
-(rotates, repeats or keeps them) gives NaN, and `reads_first_position` takes the other form then.
+(rotates, repeats or keeps them) gives NaN, and `find_narrowing` takes the other form then.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,13 +94,8 @@ class _StandIn(nn.Module):
         return states.new_full((*states.shape[:-1], self._size), torch.nan)
 
 
-class _Attend(TorchFunctionMode):
-    """Answers the one query of torch's attention from the states of all positions."""
-
-    def __init__(self, key: nn.Linear, value: nn.Linear) -> None:
-        super().__init__()
-        self._key, self._value = key, value
-        self.states: Tensor | None = None
+class AttentionMode(TorchFunctionMode):
+    """Has `answer` take the place of torch's attention, where that is one operation and not causal."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,11 +103,25 @@ class _Attend(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not nn.functional.scaled_dot_product_attention or len(args) != 3 or kwargs.get("is_causal"):
             return func(*args, **kwargs)
-        return self._answer(args[0], kwargs.get("attn_mask"), kwargs.get("dropout_p", 0.0), kwargs.get("scale"))
+        return self.answer(*args, **kwargs)
 
-    def _answer(self, query: Tensor, mask: Tensor | None, dropout: float, scale: float | None) -> Tensor:
-        """Return the answer (n, H, 1, d/H) to a query of this shape."""
+    @abstractmethod
+    def answer(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return what is handed on in place of torch's answer; `options` are those of torch's operation."""
+
+
+class _Attend(AttentionMode):
+    """Answers the one query of torch's attention from the states of all positions."""
+
+    def __init__(self, key: nn.Linear, value: nn.Linear) -> None:
+        super().__init__()
+        self._key, self._value = key, value
+        self.states: Tensor | None = None
+
+    def answer(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Return the answer (n, H, 1, d/H) to a query of this shape; key and value are those of the stand-ins."""
         assert self.states is not None
+        mask, dropout, scale = options.get("attn_mask"), options.get("dropout_p", 0.0), options.get("scale")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         scores = self._key(query.squeeze(2) * scale) @ self.states.mT
         if mask is not None:

@@ -2,7 +2,7 @@
 
 Classifiers of BERT's kind read the first position of the last block alone, so that the others need not be computed
 there. There are two forms of this, and the first that leaves losses and norms of some rows what they are is used
-(`reads_first_position`):
+(`find_narrowing`):
 
 | form            | what is computed                                                    | where                       |
 |-----------------|---------------------------------------------------------------------|-----------------------------|
@@ -18,11 +18,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_dcsgd.data.rows import LENGTH_MULTIPLE, Batch
@@ -30,7 +29,7 @@ from hf_dcsgd.ghost import BatchCouplingError, UnsupportedModelError
 from hf_dcsgd.tasks.layer_selection import block_list
 from hf_dcsgd.tasks.loss_kind import loss_kind, unwrapped_model
 from hf_dcsgd.tasks.losses import IGNORE_INDEX
-from hf_dcsgd.trunk.one_query import OneQuery
+from hf_dcsgd.trunk.one_query import AttentionMode, OneQuery
 
 # The first module behind the attention of a block that is given each position by itself, with what is added to it.
 _BEHIND_ATTENTION = ("attention.output", "attention.LayerNorm", "sa_layer_norm")
@@ -70,23 +69,21 @@ class FirstPosition:
                 handle.remove()
 
 
-class _FirstQuery(TorchFunctionMode):
+class _FirstQuery(AttentionMode):
     """Asks self-attention for the answer to its first query, and gives it to the others, which nothing reads."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention or len(args) != 3 or kwargs.get("is_causal"):
-            return func(*args, **kwargs)
-        query, key, value = args
-        mask = kwargs.get("attn_mask")
+    def answer(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        mask = options.get("attn_mask")
         if mask is not None and mask.shape[-2] > 1:
-            kwargs = {**kwargs, "attn_mask": mask[..., :1, :]}
-        return func(query[..., :1, :], key, value, **kwargs).expand(*query.shape[:-1], value.shape[-1])
+            options = {**options, "attn_mask": mask[..., :1, :]}
+        first = nn.functional.scaled_dot_product_attention(query[..., :1, :], key, value, **options)
+        return first.expand(*query.shape[:-1], value.shape[-1])
 
 
-def ways_to_narrow(model: nn.Module) -> list[OneQuery | FirstPosition]:
+Narrowing: TypeAlias = OneQuery | FirstPosition
+
+
+def ways_to_narrow(model: nn.Module) -> list[Narrowing]:
     """List the forms in which the first position of the last block may be computed alone, the cheaper one first."""
     base = unwrapped_model(model)
     try:
@@ -96,9 +93,19 @@ def ways_to_narrow(model: nn.Module) -> list[OneQuery | FirstPosition]:
     return [form for form in (OneQuery.of(last), FirstPosition.of(last)) if form is not None]
 
 
-def reads_first_position(form: OneQuery | FirstPosition, results: Callable[[], Results], tolerance: float) -> bool:
-    """Tell whether losses and norms, as `results` computes them, are the same without the other positions."""
+def find_narrowing(
+    model: nn.Module, results: Callable[[], Results], tolerance_of: Callable[[Tensor], float]
+) -> Narrowing | None:
+    """Return the cheapest form that leaves losses and norms, as `results` computes them, what they are; None: none."""
+    forms = ways_to_narrow(model)
+    if not forms:
+        return None
     expected = results()
+    tolerance = tolerance_of(expected[0])
+    return next((form for form in forms if _agrees(form, results, expected, tolerance)), None)
+
+
+def _agrees(form: Narrowing, results: Callable[[], Results], expected: Results, tolerance: float) -> bool:
     try:
         with form.only():
             found = results()
