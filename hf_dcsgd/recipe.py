@@ -9,6 +9,9 @@ under-trained, whatever its threshold. Noise alone meanwhile carries a weight by
 s_t is the schedule), which must stay small beside the weights. The rate is the one that gives `TRAVEL`, or less where
 the drift would become too large: N and ε then leave no room for more, and the plan says so where that is too little.
 
+Within the same drift, more steps travel further: σ_T grows by less than their root. So there are `STEPS` of them, as
+far as `MOST_EPOCHS` over the data allow; more rows than the largest batch has use for get by with fewer epochs.
+
 Everything here is a function of N, ε, δ, the strategy's noise and the number of processes: nothing is looked up in the
 data, and nothing is spent. docs/results.md has the runs that the numbers were chosen by, and those they were tried on.
 """
@@ -28,12 +31,13 @@ from hf_dcsgd.privacy.plan import PrivacyPlan
 AUTO, PAPER, NONE = "auto", "paper", "none"
 RECIPES = (AUTO, PAPER, NONE)
 
-TRAVEL = 600.0
+TRAVEL = 1200.0
 GOOD_TRAVEL, USEFUL_TRAVEL = 150.0, 100.0
 LARGEST_DRIFT = 0.05
 SMALLEST_RATE, LARGEST_RATE = 2e-4, 2e-2
-EPOCHS = 5.0
 STEPS_PER_EPOCH = 20
+STEPS = 300
+LEAST_EPOCHS, MOST_EPOCHS = 5, 15
 SMALLEST_BATCH, LARGEST_BATCH = 256, 4096
 _BATCH_MULTIPLE = 128  # so that two, four or eight processes have the same logical batch as one
 _LARGEST_MICRO_BATCH = 64
@@ -43,7 +47,7 @@ _PAPER_BATCH = 256
 # What a recipe says before the data are known, and why.
 _FIXED: dict[str, dict[str, tuple[Any, str]]] = {
     AUTO: {
-        "num_train_epochs": (EPOCHS, "more epochs need more noise in each step"),
+        "num_train_epochs": (float(MOST_EPOCHS), "before the number of examples is known"),
         "lr_scheduler_type": ("linear", "noise of the last steps stays in the weights"),
         "accountant": ("pld", "the tightest"),
         "scale_free_gradient": (True, "moves of the threshold stay out of the optimizer's state"),
@@ -83,6 +87,13 @@ def expected_batch_size(recipe: str, dataset_size: int) -> tuple[int, str]:
     rounded = max(_BATCH_MULTIPLE, _BATCH_MULTIPLE * round(wanted / _BATCH_MULTIPLE))
     reason = f"N/{STEPS_PER_EPOCH} within {SMALLEST_BATCH} and {LARGEST_BATCH}"
     return min(rounded, dataset_size), reason
+
+
+def epochs(dataset_size: int, batch_size: int) -> tuple[float, str]:
+    """Return for how many epochs to train with a batch size, and the reason in a few words."""
+    wanted = math.ceil(STEPS * batch_size / dataset_size)
+    reason = f"for {STEPS} steps, within {LEAST_EPOCHS} and {MOST_EPOCHS} epochs"
+    return float(min(max(wanted, LEAST_EPOCHS), MOST_EPOCHS)), reason
 
 
 def split_batch(

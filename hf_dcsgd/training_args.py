@@ -27,7 +27,7 @@ from hf_dcsgd.clipping import BUILTIN_OPTIONS, STRATEGIES, strategy
 from hf_dcsgd.privacy.accountants import ACCOUNTANTS
 from hf_dcsgd.privacy.accounting import planned_steps
 from hf_dcsgd.privacy.plan import BY_UNIT, RAW_TRAIN_LOSS, UNIT_CLIPPINGS, PrivacyPlan, PrivacyUnit
-from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, expected_batch_size, fixed_values, split_batch
+from hf_dcsgd.recipe import AUTO, NONE, RECIPES, Travel, epochs, expected_batch_size, fixed_values, split_batch
 from hf_dcsgd.validation import require_count, require_one_of
 
 DEFAULT_EPSILON = 8.0
@@ -248,7 +248,7 @@ class DCSGDTrainingArguments(TrainingArguments):
         return value is None or (name in self._derived_values and value == self._derived_values[name])
 
     def settle(self, dataset_size: int | None, num_units: int | None = None) -> None:
-        """Derive batch size and learning rate, where they are unset, for this many training examples, or units.
+        """Derive batch size, epochs and learning rate, where unset, for this many training examples, or units.
 
         Called again, it derives them anew for what has changed since. Without data they get values that do no harm.
         """
@@ -263,8 +263,14 @@ class DCSGDTrainingArguments(TrainingArguments):
         given = [None if self._is_free(name) else require_count(name, getattr(self, name)) for name in batch_names]
         for name, value in zip(batch_names, split_batch(wanted, self.world_size, *given), strict=True):
             self._derive(name, value, f"for an expected batch size of {wanted}, {reason}")
-        if self.recipe == AUTO and self._is_free("learning_rate"):
+        if self.recipe != AUTO:
+            return
+        self._derive("num_train_epochs", *epochs(dataset_size, self._expected_batch_size()))
+        if self._is_free("learning_rate"):
             self._derive("learning_rate", *self.travel(self._plan(dataset_size, 1, num_units)).rate())
+
+    def _expected_batch_size(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     def travel(self, plan: PrivacyPlan) -> Travel:
         """Return how far the schedule goes under the noise of a plan."""
@@ -292,7 +298,7 @@ class DCSGDTrainingArguments(TrainingArguments):
             require_count(name, getattr(self, name))
         if self.max_steps == 0:
             raise ValueError("expected max_steps >= 1, or -1 to go by num_train_epochs, got 0")
-        batch_size = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        batch_size = self._expected_batch_size()
         if dataset_size < batch_size:
             raise ValueError(
                 "expected at least as many training examples as one logical batch has in expectation, got "

@@ -49,6 +49,42 @@ def test_batches_are_a_twentieth_of_the_data_within_limits(tmp_path, dataset_siz
     assert args.per_device_train_batch_size <= 64
 
 
+@pytest.mark.parametrize(
+    ("dataset_size", "batch_size", "wanted"),
+    [
+        (20_000, 1024, 15),  # 19 steps an epoch: as many epochs as there may be
+        (200_000, 4096, 7),
+        (10**6, 4096, 5),  # 244 steps an epoch: as few as there may be
+        (20_000, 256, 5),
+        (100, 100, 15),
+    ],
+)
+def test_epochs_are_those_of_three_hundred_steps_within_limits(dataset_size, batch_size, wanted):
+    assert recipe.epochs(dataset_size, batch_size)[0] == wanted
+
+
+@given(st.integers(1, 10**7), st.data())
+@settings(deadline=None)
+def test_epochs_are_whole_and_within_limits(dataset_size, data):
+    batch_size = data.draw(st.integers(1, dataset_size))
+    found, reason = recipe.epochs(dataset_size, batch_size)
+    assert found == int(found)
+    assert recipe.LEAST_EPOCHS <= found <= recipe.MOST_EPOCHS
+    if found < recipe.MOST_EPOCHS:
+        assert found * dataset_size / batch_size >= recipe.STEPS
+    assert str(recipe.STEPS) in reason
+
+
+def test_epochs_go_by_the_batch_that_is_given(tmp_path):
+    large = arguments(tmp_path)
+    small = arguments(tmp_path, per_device_train_batch_size=32, gradient_accumulation_steps=8)
+    assert (plan_of(large, 20_000).steps, large.num_train_epochs) == (285, 15)
+    assert (plan_of(small, 20_000).steps, small.num_train_epochs) == (390, 5)
+    assert "300 steps" in large.derived["num_train_epochs"]
+    plan_of(large, 10**6)  # what was derived is derived anew
+    assert large.num_train_epochs == 5
+
+
 @pytest.mark.parametrize("epsilon", [2.0, 8.0])
 def test_the_rate_gives_the_travel(tmp_path, epsilon):
     args = arguments(tmp_path, target_epsilon=epsilon)
@@ -88,11 +124,12 @@ def test_little_noise_gets_a_usual_rate(tmp_path):
 
 def test_every_derived_value_is_shown_with_its_reason(tmp_path):
     args = arguments(tmp_path, target_epsilon=8)
-    text = describe_recipe(args, plan_of(args, 20_000))
+    plan = plan_of(args, 20_000)
+    text = describe_recipe(args, plan)
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "learning_rate"):
         assert name in text
         assert args.derived[name] in text
-    assert "D = 599" in text
+    assert f"D = {args.learning_rate * args.travel(plan).per_rate:,.0f}," in text
 
 
 # --- what is left alone ----------------------------------------------------------------------------------------------
@@ -205,7 +242,7 @@ def test_a_run_with_nothing_given_but_epsilon(tmp_path, capsys):
     trainer = DCSGDTrainer(feature_classifier(), args, train_dataset=feature_rows(400))
     trainer.train()
     assert trainer.plan.expected_batch_size == 100
-    assert trainer.state.global_step == trainer.plan.steps == 20
+    assert trainer.state.global_step == trainer.plan.steps == 60
     assert "Recipe (auto)" in capsys.readouterr().out
 
 

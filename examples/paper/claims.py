@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from reading import EPSILONS, TASK_TITLES, Result, by_options, chosen
+from reading import CONTROL, EPSILONS, TASK_TITLES, Result, by_options, chosen
 
 # What the paper reports for DC-SGD-E with Adam at each ε, and the task's name.
 FROM_SCRATCH = {
@@ -85,7 +85,8 @@ def _from_scratch(here: list[Result], task: str, where: str, figure: float) -> I
 
 def _insensitivity(here: list[Result]) -> Iterator[Claim]:
     def with_options(*names: str) -> list[float]:
-        return [r["accuracy"] for r in here if set(r["setting"]["options"]) == {"learning_rate", *names}]
+        like_control = [r for r in here if CONTROL.items() <= r["setting"]["options"].items()]
+        return [r["accuracy"] for r in like_control if set(r["setting"]["options"]) == {*CONTROL, *names}]
 
     others = with_options("histogram_bins") + with_options("histogram_noise_multiplier")
     plain = with_options()

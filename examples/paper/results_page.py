@@ -18,7 +18,7 @@ from typing import Any
 
 from claims import FROM_SCRATCH, claims
 from reading import (
-    CONTROL_RATE,
+    CONTROL,
     EMPTY,
     EPSILONS,
     METHOD_TITLES,
@@ -35,7 +35,7 @@ from reading import (
 from readme_row import README, with_row
 
 from hf_dcsgd import PrivacyPlan
-from hf_dcsgd.recipe import EPOCHS, Travel
+from hf_dcsgd.recipe import Travel, epochs
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "results.md"
@@ -80,19 +80,21 @@ def _pair(results: list[Result]) -> list[list[Result]]:
 
 
 def held_out_table(results: list[Result]) -> list[str]:
-    """Return the recipe beside the paper's setting on tasks that it was not derived on."""
+    """Return the recipe, as it is and with 5 epochs, beside the paper's setting where it was not derived."""
     body = []
     for task, title in (("sms", "SMS spam"), ("cola", "CoLA"), ("mnist", "MNIST (CNN from scratch)")):
-        here = chosen(results, task=task)
-        for epsilon in sorted({r["setting"]["epsilon"] for runs in _pair(here) for r in runs}):
-            pair = _pair(chosen(here, epsilon=epsilon))
-            if all(pair):
-                size = f"{pair[0][0]['plan']['dataset_size']:,}"
+        for epsilon in EPSILONS:
+            here = chosen(results, task=task, epsilon=epsilon)
+            recipe, paper = _pair(here)
+            earlier = [r for r in chosen(here, method="recipe") if set(r["setting"]["options"]) == set(CONTROL)]
+            if recipe and paper:
+                size, ways = f"{recipe[0]['plan']['dataset_size']:,}", (recipe, earlier, paper)
                 cells = [
-                    mean_and_error([r[what] for r in runs]) for what in ("accuracy", "correlation") for runs in pair
+                    mean_and_error([r[what] for r in runs]) for what in ("accuracy", "correlation") for runs in ways
                 ]
                 body.append([title, size, f"{epsilon:g}", *cells])
-    header = ["task", "rows", "ε", "recipe", "paper's setting", "correlation: recipe", "correlation: paper's setting"]
+    ways_titles = ("recipe", "with 5 epochs", "paper's setting")
+    header = ["task", "rows", "ε", *ways_titles, *(f"correlation: {title}" for title in ways_titles)]
     return table(header, body)
 
 
@@ -119,39 +121,35 @@ def scratch_table(results: list[Result]) -> list[str]:
 
 
 def travel_table(results: list[Result]) -> list[str]:
-    """Return the recipe at several learning rates: how far it travels, how far noise alone carries a weight."""
-    groups: dict[tuple[str, int, float, float, float], list[Result]] = defaultdict(list)
+    """Return the recipe and other rates, epochs and batches: how far each travels, how far noise carries a weight."""
+    groups: dict[tuple[str, int, float, float, int, float], list[Result]] = defaultdict(list)
     for r in chosen(results, method="recipe"):
         setting, plan = r["setting"], r["plan"]
-        if setting["task"] in TASK_TITLES and set(setting["options"]) <= {"learning_rate", "num_train_epochs"}:
-            epochs = setting["options"].get("num_train_epochs", EPOCHS)
-            groups[setting["task"], plan["dataset_size"], setting["epsilon"], epochs, r["learning_rate"]].append(r)
+        if setting["task"] in TASK_TITLES and set(setting["options"]) <= _PACE:
+            size, batch = plan["dataset_size"], plan["expected_batch_size"]
+            passes = setting["options"].get("num_train_epochs", epochs(size, batch)[0])
+            groups[setting["task"], size, setting["epsilon"], passes, batch, r["learning_rate"]].append(r)
     body = []
-    for (task, size, epsilon, epochs, rate), runs in sorted(groups.items()):
+    for (task, size, epsilon, passes, batch, rate), runs in sorted(groups.items()):
         way = Travel.of(PrivacyPlan.from_dict(runs[0]["plan"]), "linear")
+        far, drift = f"{rate * way.per_rate:.0f}", f"{rate * way.drift_per_rate:.3f}"
         name, cell = TASK_TITLES[task].partition(",")[0], mean_and_error([r["accuracy"] for r in runs])
+        cells = [name, f"{size:,}", f"{epsilon:g}", f"{passes:g}", f"{batch:,}", f"{rate:g}", far, drift, cell]
         is_recipe = not all(r["setting"]["options"] for r in runs)
-        cells = [
-            name,
-            f"{size:,}",
-            f"{epsilon:g}",
-            f"{epochs:g}",
-            f"{rate:g}",
-            f"{rate * way.per_rate:.0f}",
-            f"{rate * way.drift_per_rate:.3f}",
-            cell,
-        ]
         body.append([f"**{text}**" if is_recipe else text for text in cells])
-    return table(["task", "rows", "ε", "epochs", "rate", "travel", "drift", "accuracy, %"], body)
+    return table(["task", "rows", "ε", "epochs", "B", "rate", "travel", "drift", "accuracy, %"], body)
+
+
+_PACE = {"learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"}
 
 
 def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
     """Return what runs at the rate of the controls reach with options that the recipe would not choose."""
     here = chosen(results, task="sst2", method="recipe", epsilon=2.0)
-    here = [r for r in here if r["setting"]["options"].get("learning_rate") == CONTROL_RATE]
+    here = [r for r in here if CONTROL.items() <= r["setting"]["options"].items()]
     body = []
     for options, runs in by_options(here).items():
-        values = {name: value for name, value in json.loads(options).items() if name != "learning_rate"}
+        values = {name: value for name, value in json.loads(options).items() if name not in CONTROL}
         if set(values) <= set(names):
             shown = ", ".join(f"`{name}={value}`" for name, value in values.items()) or "as the recipe has it"
             body.append([shown, f"{runs[0]['plan']['dataset_size']:,}", mean_and_error([r["accuracy"] for r in runs])])

@@ -70,7 +70,7 @@ def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
     ]
     distance = _travel(args, plan)
     if distance is not None:
-        rows.append(("travel", f"D = {distance:.3g}, the sum of learning rate × B/σ_T over all steps"))
+        rows.append(("travel", f"D = {distance:,.0f}, the sum of learning rate × B/σ_T over all steps"))
     warning = little_to_expect(args, plan)
     if warning is not None:
         rows.append(("WARNING", warning))
@@ -89,7 +89,7 @@ def little_to_expect(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str | N
     expected = "little" if distance < USEFUL_TRAVEL else "less than such data could give"
     return (
         f"expect {expected}: {plan.dataset_size:,} examples at ε = {plan.epsilon():.3g} mean much noise for so few "
-        f"steps (D = {distance:.3g}; the recipe aims at {TRAVEL:g}, and below {USEFUL_TRAVEL:g} models have ended "
+        f"steps (D = {distance:,.0f}; the recipe aims at {TRAVEL:g}, and below {USEFUL_TRAVEL:g} models have ended "
         f"close to untrained). What helps: more examples, a larger target_epsilon, {_left_to_recipe(args)}"
     )
 
