@@ -10,6 +10,7 @@ import pytest
 from absl import logging as absl_logging
 from dp_accounting import pld, rdp
 
+from hf_dcsgd import PrivacyPlan
 from hf_dcsgd.privacy import accountants
 from hf_dcsgd.privacy.accountants import (
     RDP_ORDERS,
@@ -268,3 +269,13 @@ def test_a_name_is_taken_once(registered):
     with pytest.raises(ValueError, match=r"new name for accountant, got 'rdp', which is .*\.rdp_epsilon"):
         registered("rdp", lambda event, delta: 0.0)
     assert epsilon_spent(noise_multiplier=1.0, sampling_rate=0.1, steps=3, delta=1e-5) > 0
+
+
+def test_pld_says_infinity_where_there_is_hardly_any_noise():
+    """dp_accounting takes the exponential of the grid's spacing, which overflows there."""
+    assert pld_epsilon(dp_accounting.SelfComposedDpEvent(step(1e-6, 0.01), 100), 1e-5) == math.inf
+    assert 1e3 < pld_epsilon(dp_accounting.SelfComposedDpEvent(step(1e-2, 0.01), 100), 1e-5) < math.inf
+    plan = PrivacyPlan.create(
+        dataset_size=1000, expected_batch_size=10, steps=5, num_parameters=1, noise_multiplier=1e-6, clipping="fixed"
+    )
+    assert plan.epsilon() == math.inf

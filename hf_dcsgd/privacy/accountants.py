@@ -33,6 +33,7 @@ RDP_ORDERS = LOW_RDP_ORDERS + HIGH_RDP_ORDERS
 _ROUGH_ORDERS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256)
 _RDP_RESOLUTION = 1e-14  # rounding error of one step's Rényi divergence; charged on top, so that it cannot favor us
 _PLD_GRID_POINTS, _PLD_COMPOSED_POINTS = 2e5, 1e7  # for one step and for all of them, at most
+_WIDEST_INTERVAL = 500.0  # of the grid: its exponential must be a number
 
 
 def register_accountant(name: str, function: Accountant) -> None:
@@ -99,9 +100,15 @@ def suppress_order_warnings() -> Iterator[None]:
 
 
 def pld_epsilon(event: DpEvent, delta: float, *, grid_scale: float = 1.0) -> float:
-    """Return ε by privacy loss distributions on a grid, rounded pessimistically; inf for a δ too small."""
+    """Return ε by privacy loss distributions on a grid, rounded pessimistically.
+
+    inf for a δ too small, and for so little noise that a step between two losses of the grid is no number any more.
+    """
     parts = list(_parts(event))
-    accountant = pld.PLDAccountant(value_discretization_interval=grid_scale * common_interval(parts))
+    interval = grid_scale * common_interval(parts)
+    if interval > _WIDEST_INTERVAL:
+        return math.inf
+    accountant = pld.PLDAccountant(value_discretization_interval=interval)
     for step, count in parts:
         accountant.compose(step, count)
     return float(accountant.get_epsilon(delta))
