@@ -33,7 +33,7 @@ COMMON = """
     --disable_tqdm false
 """
 PRIVATE = f"""
-    --target_epsilon {EPSILON} --clipping dc_sgd_e --num_train_epochs 3 --eval_on_start
+    --target_epsilon {EPSILON} --clipping dc_sgd_e --eval_on_start
     --trunk_cache on --trunk_cache_dir {OUTPUT / "cache"}
 """
 REFERENCE = "--non_private --per_device_train_batch_size 64 --num_train_epochs 1 --learning_rate 3e-4"

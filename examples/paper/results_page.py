@@ -206,8 +206,15 @@ def range_rules() -> list[str]:
                 if here:
                     body.append([trace, str(batch_size), *(_largest(here, *cell) for cell in _RULE_CELLS)])
         header = ["norms of", "B", *(f"{rule}: {name}" for rule, name, _ in _RULE_CELLS)]
-        lines += [f"`{strategy}`: {what}, the largest over ε = 2 and 8 at least.", "", *table(header, body)]
+        lines += [f"`{strategy}`: {what}, the largest over {_budgets(found)}.", "", *table(header, body)]
     return lines
+
+
+def _budgets(rows: list[dict[str, Any]]) -> str:
+    """Say which ε all traces were looked at for."""
+    looked_at = [{row["epsilon"] for row in rows if row["trace"] == trace} for trace in {row["trace"] for row in rows}]
+    common = ", ".join(f"{epsilon:g}" for epsilon in sorted(set.intersection(*looked_at)))
+    return f"ε = {common}" + ("" if all(found == looked_at[0] for found in looked_at) else " at least")
 
 
 _RULE_CELLS = [
