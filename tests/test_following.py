@@ -199,6 +199,33 @@ def test_norms_of_any_scale_are_found_from_the_usual_start(scale):
     assert true_error(threshold.clip_threshold, norms, 1.0) <= 1.05 * least_error(norms, 1.0)
 
 
+@pytest.mark.parametrize("expected_batch_size", [256, 1024])
+@pytest.mark.parametrize("factor", [1e-5, 1e-2, 1e5])
+def test_norms_that_fall_or_rise_at_once_are_found_again(expected_batch_size, factor):
+    """A window that has held the norms comes down slowly, unless all of them are below it."""
+    generator = np.random.default_rng(0)
+    threshold = error_threshold(expected_batch_size, 1.0)
+    for step in range(100):
+        norms = 10 * np.exp(generator.normal(0, 0.7, expected_batch_size)) * (factor if step >= 40 else 1)
+        release(threshold, norms, generator)
+    assert true_error(threshold.clip_threshold, norms, 1.0) <= 1.05 * least_error(norms, 1.0)
+
+
+def test_a_tail_that_is_lost_in_the_noise_now_and_then_hardly_moves_the_window():
+    generator = np.random.default_rng(0)
+    histogram, moved = FollowingHistogram(BINS, 100.0, NOISE, 256), 0.0
+    for step in range(300):
+        rare = generator.random(256) < 0.08
+        norms = torch.from_numpy(
+            np.exp(np.where(rare, generator.normal(3.4, 1.2, 256), generator.normal(-4.6, 2.0, 256)))
+        )
+        before = histogram.histogram_range
+        counts = norm_histogram(norms, before, BINS, GROWTH).double().numpy()
+        histogram.follow(counts + generator.normal(0, NOISE, BINS))
+        moved += abs(math.log(histogram.histogram_range / before, GROWTH)) if step >= 20 else 0.0
+    assert moved <= 0.3 * 280
+
+
 @pytest.mark.parametrize("percentile", [0.2, 0.5, 0.9])
 def test_percentiles_are_found(percentile):
     generator = np.random.default_rng(0)
@@ -241,6 +268,21 @@ def test_norms_that_are_not_there_are_seen_in_hardly_any_of_ten_thousand_steps()
     assert beyond <= 3
 
 
+def test_noise_that_was_gathered_in_the_last_bin_does_not_lift_the_window():
+    """A window that comes down joins the noise of many bins in its last one, which is no sign of large norms."""
+    leaps = 0
+    for seed in range(30):
+        generator = np.random.default_rng(seed)
+        histogram = FollowingHistogram(BINS, 100.0, NOISE, 384)
+        norms = torch.from_numpy(0.003 * np.exp(generator.normal(0, 0.5, 384)))
+        for _ in range(60):
+            before = histogram.histogram_range
+            counts = norm_histogram(norms, before, BINS, GROWTH).double().numpy()
+            histogram.follow(counts + generator.normal(0, NOISE, BINS))
+            leaps += histogram.histogram_range > before * GROWTH**1.5
+    assert leaps <= 3
+
+
 @given(st.integers(1, 10**6), st.floats(0, 1e4))
 def test_small_batches_are_averaged_over_more_steps(batch_size, noise):
     weight = weight_of_the_newest(batch_size, noise)
@@ -272,20 +314,40 @@ def test_shares_and_moves_are_bounded_whatever_is_released(releases):
 def test_a_saved_state_goes_on_as_the_run_would_have():
     generator = np.random.default_rng(0)
     one, other = error_threshold(256, 1.0), error_threshold(256, 1.0)
-    for _ in range(5):
-        release(one, 10 * np.exp(generator.normal(0, 1, 256)), generator)
+    for _ in range(25):
+        release(one, 0.5 * np.exp(generator.normal(0, 1, 256)), generator)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    counts = generator.normal(12, NOISE, BINS)
-    one.update(counts)
-    other.update(counts)
-    assert one.clip_threshold == other.clip_threshold
-    assert one.state_dict() == other.state_dict()
+    for _ in range(25):  # the window rests, and comes down
+        counts = np.where(np.arange(BINS) < BINS // 2, 25.0, 0.0) + generator.normal(0, NOISE, BINS)
+        one.update(counts)
+        other.update(counts)
+        assert one.state_dict() == other.state_dict()
 
 
-@pytest.mark.parametrize("average", [[1.0], [math.nan] * BINS])
-def test_a_state_of_another_histogram_is_refused(average):
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_window_that_has_held_the_norms_still_comes_down_slowly_after_a_resume(settled):
+    counts = np.where(np.arange(BINS) < BINS // 4, 60.0, 0.0)
+    threshold = error_threshold(256, 1.0)
+    threshold.load_state_dict({**threshold.state_dict(), "window_settled": settled})
+    threshold.update(counts)
+    assert threshold.state_dict()["window_settled"] == settled
+    assert threshold.histogram_range == pytest.approx(100.0 * GROWTH ** -(1 if settled else BINS // 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("averaged_counts", [1.0], "expected averaged_counts to be 20 finite numbers"),
+        ("averaged_counts", [math.nan] * BINS, "expected averaged_counts to be 20 finite numbers"),
+        ("average_variances", [1.0], "expected average_variances to be 20 finite numbers"),
+        ("average_variances", [-1.0] * BINS, "expected average_variances to be at least 0"),
+        ("average_weight", 2.0, r"expected average_weight in \[0, 1\], got 2.0"),
+        ("window_rest", -1, "expected a whole window_rest >= 0, got -1"),
+    ],
+)
+def test_a_state_of_another_histogram_is_refused(name, value, message):
     threshold = error_threshold(256, 1.0)
     state = threshold.state_dict()
-    with pytest.raises(ValueError, match="expected averaged_counts to be 20 finite numbers"):
-        threshold.load_state_dict({**state, "averaged_counts": average})
+    with pytest.raises(ValueError, match=message):
+        threshold.load_state_dict({**state, name: value})
     assert threshold.state_dict() == state

@@ -9,7 +9,8 @@ decades however many there are. Released counts are averaged over steps, which c
 the more steps, the fewer examples stand against the noise (`weight_of_the_newest`). The bins above the highest one
 whose tail stands out of the noise are taken for empty: a single spurious count among large norms would outweigh all
 others, and there are thousands of steps in which it might come up. The window then slides by whole bins, so that the
-averages move with it.
+averages and their noise move with it: up as soon as its last bin is in use, down slowly, as a tail that is lost in the
+noise for a few steps comes back.
 
 Everything here is a function of released counts and public numbers. Whatever is released, the window moves by at most
 half of its bins in a step, and shares are finite, non-negative and sum to 1.
@@ -27,7 +28,7 @@ import numpy as np
 
 from hf_dcsgd.clipping.histogram import bin_edges, onto_simplex
 from hf_dcsgd.clipping.options import MAX_THRESHOLD, MIN_THRESHOLD
-from hf_dcsgd.validation import require
+from hf_dcsgd.validation import require, require_count
 
 _SPAN = 1.5**19  # of the window, from the upper end of its first bin to that of its last
 _LEAST_NEW, _MOST_NEW = 0.05, 0.2  # weight of the newest counts in the average
@@ -119,8 +120,9 @@ class FollowingHistogram:
         self._noise_multiplier = noise_multiplier
         self._new = weight_of_the_newest(expected_batch_size, noise_multiplier)
         self.growth = growth_for(bins)
-        self._average = np.zeros(bins)
-        self._weight = self._squared_weight = 0.0
+        self._average, self._variances = np.zeros(bins), np.zeros(bins)
+        self._weight = 0.0
+        self._settled, self._rest = False, 0  # whether it has held the norms; steps before it may come down again
         self.histogram_range = histogram_range
 
     def follow(self, noisy_counts: np.ndarray) -> NormDistribution | None:
@@ -130,12 +132,12 @@ class FollowingHistogram:
         """
         old, new = 1 - self._new, self._new
         self._average = old * self._average + new * noisy_counts
+        self._variances = old**2 * self._variances + new**2
         self._weight = old * self._weight + new
-        self._squared_weight = old**2 * self._squared_weight + new**2
         counts, bins = self._average / self._weight, len(self._average)
-        deviation = _SIGNIFICANT * self._noise_multiplier * math.sqrt(self._squared_weight) / self._weight
-        tails = np.cumsum(counts[::-1])[::-1]
-        seen = np.flatnonzero(tails > deviation * np.sqrt(np.arange(bins, 0, -1)))
+        tails = _from_the_end(counts)
+        deviations = self._noise_multiplier * np.sqrt(_from_the_end(self._variances)) / self._weight
+        seen = np.flatnonzero(tails > _SIGNIFICANT * deviations)
         if not len(seen) or not 0 < tails[0] < math.inf:
             return None
         highest = int(seen[-1])
@@ -144,17 +146,30 @@ class FollowingHistogram:
             return None
         shares /= shares.sum()
         edges = bin_edges(self.histogram_range, bins, self.growth)[: highest + 2]
-        headroom = math.ceil(_HEADROOM * bins)
-        if highest == bins - 1 and counts[-1] > deviation:
-            self._slide(max(1, bins // 4))
-        else:
-            # Slowly down, as a tail may be lost in the noise for a while, unless all norms are below the window.
-            most = headroom if highest else bins // 2
-            self._slide(max(highest + headroom - (bins - 1), -most))
+        self._slide(self._next_shift(highest))
         return NormDistribution(edges, shares)
 
+    def _next_shift(self, highest: int) -> int:
+        """Return by how many bins the window moves up, or down, for the highest bin in use.
+
+        Up at once, and down quickly until it first held the norms in its upper half; from then on only after a rest,
+        and by one bin unless all norms are below it: a tail may be lost in the noise for a while.
+        """
+        bins = len(self._average)
+        spare = bins - 1 - math.ceil(_HEADROOM * bins) - highest
+        self._settled = self._settled or highest >= bins // 2
+        self._rest = max(0, self._rest - 1)
+        shift = -min(spare, bins // 2)
+        if highest == bins - 1:
+            shift = max(1, bins // 4)
+        elif self._settled and spare > 0:
+            shift = 0 if self._rest else max(shift, -1) if highest else shift
+        if self._settled and (shift < 0 or highest == bins - 1):
+            self._rest = math.ceil(1 / self._new)
+        return shift
+
     def _slide(self, shift: int) -> None:
-        """Move the window up by `shift` bins, or down, and the averages with it.
+        """Move the window up by `shift` bins, or down, and the averages with it, noise and all.
 
         What leaves it goes to its first or last bin. What is in the first bin stays there: all that is known of it is
         that it is small.
@@ -162,27 +177,49 @@ class FollowingHistogram:
         moved_range = self.histogram_range * self.growth**shift
         if not MIN_THRESHOLD <= moved_range <= MAX_THRESHOLD:
             return
-        moved, places = np.zeros_like(self._average), np.arange(len(self._average)) - shift
+        bins = len(self._average)
+        places = np.clip(np.arange(bins) - shift, 0, bins - 1)
         places[0] = 0
-        np.add.at(moved, np.clip(places, 0, len(moved) - 1), self._average)
-        self._average, self.histogram_range = moved, moved_range
+        self._average, self._variances = _gathered(self._average, places), _gathered(self._variances, places)
+        self.histogram_range = moved_range
 
     def state(self) -> dict[str, Any]:
         """Return what `load` needs, JSON-able."""
         return {
             "averaged_counts": self._average.tolist(),
+            "average_variances": self._variances.tolist(),
             "average_weight": self._weight,
-            "average_squared_weight": self._squared_weight,
+            "window_settled": self._settled,
+            "window_rest": self._rest,
         }
 
     def load(self, histogram_range: float, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; raises before it changes anything."""
-        average = np.asarray(state["averaged_counts"], dtype=np.float64)
+        average, variances = (self._checked(name, state[name]) for name in ("averaged_counts", "average_variances"))
+        weight = state["average_weight"]
+        require(bool((variances >= 0).all()), f"expected average_variances to be at least 0, got {variances.tolist()}")
+        require(0 <= weight <= 1, f"expected average_weight in [0, 1], got {weight}")
+        rest = require_count("window_rest", state["window_rest"], minimum=0)
+        self._average, self._variances, self._weight = average, variances, float(weight)
+        self._settled, self._rest = bool(state["window_settled"]), rest
+        self.histogram_range = histogram_range
+
+    def _checked(self, name: str, values: Any) -> np.ndarray:
+        array, bins = np.asarray(values, dtype=np.float64), len(self._average)
         require(
-            average.shape == self._average.shape and bool(np.isfinite(average).all()),
-            f"expected averaged_counts to be {len(self._average)} finite numbers, got {state['averaged_counts']}",
+            array.shape == (bins,) and bool(np.isfinite(array).all()),
+            f"expected {name} to be {bins} finite numbers, got {values}",
         )
-        weights = [state[name] for name in ("average_weight", "average_squared_weight")]
-        require(all(0 <= weight <= 1 for weight in weights), f"expected weights of averages in [0, 1], got {weights}")
-        self._average, self.histogram_range = average, histogram_range
-        self._weight, self._squared_weight = map(float, weights)
+        return array
+
+
+def _gathered(values: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Put each value into its place, and add up those that share one."""
+    gathered = np.zeros_like(values)
+    np.add.at(gathered, places, values)
+    return gathered
+
+
+def _from_the_end(values: np.ndarray) -> np.ndarray:
+    """Return the sum of each value and all behind it."""
+    return np.cumsum(values[::-1])[::-1]
