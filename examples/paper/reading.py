@@ -64,19 +64,20 @@ def by_options(results: Iterable[Result]) -> dict[str, list[Result]]:
     return groups
 
 
+def winner(groups: dict[str, list[Result]]) -> str:
+    """Return the options with the best mean; of `by_options`."""
+    return max(groups, key=lambda options: statistics.mean(result["accuracy"] for result in groups[options]))
+
+
 def best(results: Iterable[Result]) -> str:
     """Say the best mean over the options that were tried, and which they are."""
     groups = by_options(results)
     if not groups:
         return EMPTY
-
-    def mean(options: str) -> float:
-        return statistics.mean(result["accuracy"] for result in groups[options])
-
-    winner = max(groups, key=mean)
-    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(winner).items() if name in _SHORT)
+    options = winner(groups)
+    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(options).items() if name in _SHORT)
     tried = f", of {len(groups)}" if len(groups) > 1 else ""
-    text = mean_and_error([result["accuracy"] for result in groups[winner]])
+    text = mean_and_error([result["accuracy"] for result in groups[options]])
     return f"{text} [{shown}{tried}]" if shown else text
 
 

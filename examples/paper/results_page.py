@@ -232,17 +232,17 @@ def _largest(rows: list[dict[str, Any]], rule: str, name: str, digits: int) -> s
 
 def time_table(results: list[Result]) -> list[str]:
     """Return what the quickest runs took: others filled a cache, or are older than what made steps quicker."""
-    took: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    took: dict[tuple[str, int, str, int], list[float]] = defaultdict(list)
     for r in results:
-        if r["threads"] == 1:
-            method = r["setting"]["method"]
+        setting, method = r["setting"], r["setting"]["method"]
+        if method != "recipe" or not setting["options"]:
             what = {"recipe": "recipe", "non_private": "without privacy"}.get(method, "paper's setting")
-            took[r["setting"]["task"], r["setting"]["rows"] or 0, what].append(r["cpu_seconds"])
+            took[setting["task"], setting["rows"] or 0, what, r["steps"]].append(r["cpu_seconds"])
     body = [
-        [task, f"{rows:,}" if rows else "all", what, f"{min(seconds):.0f}", str(len(seconds))]
-        for (task, rows, what), seconds in sorted(took.items())
+        [task, f"{rows:,}" if rows else "all", what, f"{steps:,}", f"{min(seconds):.0f}", str(len(seconds))]
+        for (task, rows, what, steps), seconds in sorted(took.items())
     ]
-    return table(["task", "rows", "what is run", "CPU seconds of the quickest", "runs"], body)
+    return table(["task", "rows", "what is run", "steps", "CPU seconds of the quickest", "runs"], body)
 
 
 SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [

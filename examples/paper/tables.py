@@ -15,12 +15,14 @@
 
 Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
 stopped. The rows that matter most come first, so that a table that is not finished can be read. `--only` takes the
-runs whose names begin like that, and another folder of results has none of them yet. `results_page.py` makes the page.
+runs whose names begin like that, and another folder of results has none of them yet. The best threshold of a grid is
+run with further seeds, when the script is called again. `results_page.py` makes the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from reading import CONTROL
+from reading import CONTROL, by_options, chosen, read_results, winner
 from runs import RESULTS, Setting, carry_out, write
 
 EPSILONS = (2.0, 8.0, 4.0)
@@ -64,11 +66,17 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
         yield at("dc_sgd_p", epsilon, percentile=PERCENTILES[0])
         yield at("andrew", epsilon)
         yield at("du", epsilon)
-        yield from (
-            at("fixed", epsilon, seed, clip_threshold=value) for seed in range(1, SEEDS) for value in THRESHOLDS[:3]
-        )
+        several = (*best_thresholds(task, rows, epsilon), *THRESHOLDS[:3])
+        yield from (at("fixed", epsilon, seed, clip_threshold=value) for value in several for seed in range(1, SEEDS))
     for epsilon in EPSILONS:
         yield from (at("dc_sgd_p", epsilon, percentile=value) for value in PERCENTILES[1:])
+
+
+def best_thresholds(task: str, rows: int | None, epsilon: float) -> list[float]:
+    """Return the C of DP-SGD that is the best so far, for further seeds; none before the grid was run."""
+    runs = chosen(read_results(), task=task, rows=rows, method="fixed", epsilon=epsilon)
+    tried = by_options([r for r in runs if set(r["setting"]["options"]) == {"clip_threshold"}])
+    return [json.loads(winner(tried))["clip_threshold"]] if len(tried) == len(THRESHOLDS) else []
 
 
 def charged(rows: int | None) -> Iterator[Setting]:
@@ -152,6 +160,7 @@ def scratch(rows: int | None) -> Iterator[Setting]:
             for method in ("dc_sgd_e", "recipe"):
                 yield Setting("mnist", method, epsilon, rows=rows, seed=seed)
     yield from (Setting("names", method, 4.0, rows=rows) for method in ("dc_sgd_e", "auto_clip", "recipe"))
+    yield from (Setting("names", "dc_sgd_e", epsilon, rows=rows) for epsilon in (2.0, 8.0))
     yield Setting("cifar10", "dc_sgd_e", 2.0, rows=rows)
     for value in THRESHOLDS[:2]:
         options = {"clip_threshold": value, "tuned_by": "rdp_composition"}
@@ -194,14 +203,14 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="stop after that many runs")
     parser.add_argument("--list", action="store_true", help="list the runs and their results, and stop")
     options = parser.parse_args()
-    settings = [s for s in TABLES[options.table](options.rows) if s.key.startswith(options.only)]
+    settings = {s.key: s for s in TABLES[options.table](options.rows) if s.key.startswith(options.only)}
     if not settings:
         parser.error(f"--only {options.only}: the table {options.table} has no such run; --list shows those it has")
     if options.list:
-        for setting in settings:
+        for setting in settings.values():
             print(f"{'there  ' if setting.path(options.results).exists() else 'missing'}  {setting.key}")
         return
-    missing = [setting for setting in settings if not setting.path(options.results).exists()]
+    missing = [setting for setting in settings.values() if not setting.path(options.results).exists()]
     for setting in missing[: options.most]:
         print(f"\n== {setting.key}", flush=True)
         result = carry_out(setting, options.data)
