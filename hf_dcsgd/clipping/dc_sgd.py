@@ -194,9 +194,11 @@ class HistogramThreshold(NormClipping):
                 threshold, histogram_range = self._next(histogram)
                 self.move_to(threshold)
                 self._range = bounded(histogram_range)
-            elif (distribution := self._following.follow(noisy_side)) is not None:
-                self.move_to(self._threshold_for(distribution))
+            else:
+                distribution = self._following.follow(noisy_side)
                 self._range = self._following.histogram_range
+                if distribution is not None:
+                    self.move_to(self._threshold_for(distribution))
         return values
 
     @abstractmethod

@@ -10,7 +10,8 @@ the more steps, the fewer examples stand against the noise (`weight_of_the_newes
 whose tail stands out of the noise are taken for empty: a single spurious count among large norms would outweigh all
 others, and there are thousands of steps in which it might come up. The window then slides by whole bins, so that the
 averages and their noise move with it: up as soon as its last bin is in use, down slowly, as a tail that is lost in the
-noise for a few steps comes back.
+noise for a few steps comes back. Norms of examples that are learned vanish, and a threshold must not vanish with them:
+nothing follows them below three decades under the largest window that held norms.
 
 Everything here is a function of released counts and public numbers. Whatever is released, the window moves by at most
 half of its bins in a step, and shares are finite, non-negative and sum to 1.
@@ -28,7 +29,7 @@ import numpy as np
 
 from hf_dcsgd.clipping.histogram import bin_edges, onto_simplex
 from hf_dcsgd.clipping.options import MAX_THRESHOLD, MIN_THRESHOLD
-from hf_dcsgd.validation import require, require_count
+from hf_dcsgd.validation import require, require_count, require_non_negative
 
 _SPAN = 1.5**19  # of the window, from the upper end of its first bin to that of its last
 _LEAST_NEW, _MOST_NEW = 0.05, 0.2  # weight of the newest counts in the average
@@ -122,13 +123,14 @@ class FollowingHistogram:
         self.growth = growth_for(bins)
         self._average, self._variances = np.zeros(bins), np.zeros(bins)
         self._weight = 0.0
-        self._settled, self._rest = False, 0  # whether it has held the norms; steps before it may come down again
+        self._peak, self._rest = 0.0, 0  # the largest range that held the norms; steps before it may come down again
         self.histogram_range = histogram_range
 
     def follow(self, noisy_counts: np.ndarray) -> NormDistribution | None:
         """Take in the finite counts of a step, estimate the distribution of the norms and slide the window.
 
-        None, and no move, where noise hides the norms.
+        None, and no move, where noise hides the norms. None where a window that held them sees nothing above its first
+        bin, too: examples that are learned have norms of almost nothing, and the few that are not are lost in noise.
         """
         old, new = 1 - self._new, self._new
         self._average = old * self._average + new * noisy_counts
@@ -147,24 +149,25 @@ class FollowingHistogram:
         shares /= shares.sum()
         edges = bin_edges(self.histogram_range, bins, self.growth)[: highest + 2]
         self._slide(self._next_shift(highest))
-        return NormDistribution(edges, shares)
+        return None if self._peak and highest == 0 else NormDistribution(edges, shares)
 
     def _next_shift(self, highest: int) -> int:
         """Return by how many bins the window moves up, or down, for the highest bin in use.
 
-        Up at once, and down quickly until it first held the norms in its upper half; from then on only after a rest,
-        and by one bin unless all norms are below it: a tail may be lost in the noise for a while.
+        Up at once, and down quickly until it first holds the norms in its upper half; from then on by one bin after a
+        rest, as a tail may be lost in the noise for a while, and not below the widest reach of what it held.
         """
         bins = len(self._average)
         spare = bins - 1 - math.ceil(_HEADROOM * bins) - highest
-        self._settled = self._settled or highest >= bins // 2
+        if highest >= bins // 2:
+            self._peak = max(self._peak, self.histogram_range)
         self._rest = max(0, self._rest - 1)
         shift = -min(spare, bins // 2)
         if highest == bins - 1:
             shift = max(1, bins // 4)
-        elif self._settled and spare > 0:
-            shift = 0 if self._rest else max(shift, -1) if highest else shift
-        if self._settled and (shift < 0 or highest == bins - 1):
+        elif self._peak and spare > 0:
+            shift = 0 if self._rest or self.histogram_range < self._peak / _SPAN else -1
+        if self._peak and (shift < 0 or highest == bins - 1):
             self._rest = math.ceil(1 / self._new)
         return shift
 
@@ -189,7 +192,7 @@ class FollowingHistogram:
             "averaged_counts": self._average.tolist(),
             "average_variances": self._variances.tolist(),
             "average_weight": self._weight,
-            "window_settled": self._settled,
+            "window_peak": self._peak,
             "window_rest": self._rest,
         }
 
@@ -200,8 +203,9 @@ class FollowingHistogram:
         require(bool((variances >= 0).all()), f"expected average_variances to be at least 0, got {variances.tolist()}")
         require(0 <= weight <= 1, f"expected average_weight in [0, 1], got {weight}")
         rest = require_count("window_rest", state["window_rest"], minimum=0)
+        peak = require_non_negative("window_peak", state["window_peak"])
         self._average, self._variances, self._weight = average, variances, float(weight)
-        self._settled, self._rest = bool(state["window_settled"]), rest
+        self._peak, self._rest = peak, rest
         self.histogram_range = histogram_range
 
     def _checked(self, name: str, values: Any) -> np.ndarray:
