@@ -11,8 +11,8 @@ every step beside its result.
 batch sizes and budgets (norms of neighboring steps are pooled for larger batches), beside two controls without noise:
 `known` knows the norms of the last five steps, `hindsight` those of the five steps around, the step itself among them.
 It writes E(C_t) / min E after the first 20 steps, of the norms of the step alone and of the five steps around it, to
-`results/range_rules.json`, where what is not run now keeps its rows; and, if the trace of MNIST is there, a picture of
-C_t, R_t and the true quantiles to `docs/norms.png`.
+`results/range_rules.json`, where what is not run now keeps its rows; and, if the traces of MNIST at the paper's and of
+SST-2 at the recipe's setting are there, a picture of C_t, R_t and the true quantiles to `docs/norms.png`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ AROUND = 2  # steps on either side whose norms are taken for what a step's norms
 WARM_UP, ROUNDS = 20, 3
 TITLES = {"mnist": "MNIST", "names": "NAMES", "pairs": "pairs", "sst2": "SST-2"}
 RULES_FILE = RESULTS / "range_rules.json"
-PICTURED = "MNIST, paper's setting"
+PICTURED = ("MNIST, paper's setting", "SST-2, recipe's setting")
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
 PICTURE = Path(__file__).parents[2] / "docs" / "norms.png"
 
 
@@ -218,25 +219,26 @@ def compare(
     return rows
 
 
-def draw(path: Path, picture: Path) -> None:
-    """Draw thresholds, ranges and true quantiles of a recorded run."""
+def draw(paths: list[Path], picture: Path) -> None:
+    """Draw thresholds, ranges and true quantiles of recorded runs beside each other."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    trace = np.load(path)
-    batches = np.split(trace["norms"], np.cumsum(trace["sizes"])[:-1])
-    steps = np.arange(1, len(batches) + 1)
-    quantiles = np.array([np.quantile(batch, [0.1, 0.5, 0.9, 0.99]) for batch in batches])
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for column, name, shade in zip(quantiles.T, ("10%", "50%", "90%", "99%"), (0.75, 0.55, 0.35, 0.15), strict=True):
-        axes.plot(steps, column, color=str(shade), linewidth=1.2, label=f"true norms, {name}")
-    axes.plot(steps, trace["ranges"], color="#7a8791", linestyle="--", label="range R")
-    axes.plot(steps, trace["thresholds"], color="#0072b2", linewidth=2, label="threshold C")
-    axes.set(xlabel="step", ylabel="gradient norm", yscale="log", title=f"{path.stem} (not private: true norms)")
-    axes.legend(frameon=False, ncols=2, fontsize=8)
-    figure.savefig(picture, dpi=150)
+    figure, row = plt.subplots(1, len(paths), figsize=(6 * len(paths), 4.2), layout="constrained", squeeze=False)
+    for axes, path in zip(row[0], paths, strict=True):
+        trace = np.load(path)
+        batches = np.split(trace["norms"], np.cumsum(trace["sizes"])[:-1])
+        steps = np.arange(1, len(batches) + 1)
+        quantiles = np.array([np.quantile(batch, QUANTILES) for batch in batches])
+        for column, quantile, shade in zip(quantiles.T, QUANTILES, (0.75, 0.55, 0.35, 0.15), strict=True):
+            axes.plot(steps, column, color=str(shade), linewidth=1.2, label=f"true norms, {quantile:.0%}")
+        axes.plot(steps, trace["ranges"], color="#7a8791", linestyle="--", label="range R")
+        axes.plot(steps, trace["thresholds"], color="#0072b2", linewidth=2, label="threshold C")
+        axes.set(xlabel="step", ylabel="gradient norm", yscale="log", title=f"{path.stem} (not private: true norms)")
+    row[0][0].legend(frameon=False, ncols=2, fontsize=8)
+    figure.savefig(picture, dpi=130)
 
 
 def main() -> None:
@@ -266,9 +268,9 @@ def main() -> None:
     kept = json.loads(RULES_FILE.read_text(encoding="utf-8")) if RULES_FILE.exists() else []
     kept = [row for row in kept if (row["trace"], row["batch_size"], row["epsilon"]) not in run]
     RULES_FILE.write_text(json.dumps(kept + found, indent=1) + "\n", encoding="utf-8")
-    for path in paths:
-        if path.stem == PICTURED:
-            draw(path, PICTURE)
+    pictured = [options.traces / f"{title}.npz" for title in PICTURED]
+    if all(path.exists() for path in pictured):
+        draw(pictured, PICTURE)
 
 
 if __name__ == "__main__":
