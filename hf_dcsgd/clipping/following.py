@@ -155,7 +155,7 @@ class FollowingHistogram:
         """Return by how many bins the window moves up, or down, for the highest bin in use.
 
         Up at once, and down quickly until it first holds the norms in its upper half; from then on by one bin after a
-        rest, as a tail may be lost in the noise for a while, and not below the widest reach of what it held.
+        rest, as a tail may be lost in the noise for a while, and no further than to below the largest that held them.
         """
         bins = len(self._average)
         spare = bins - 1 - math.ceil(_HEADROOM * bins) - highest
