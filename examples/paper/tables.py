@@ -16,7 +16,7 @@
 Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
 stopped. The rows that matter most come first, so that a table that is not finished can be read. `--only` takes the
 runs whose names begin like that, and another folder of results has none of them yet. The best threshold of a grid is
-run with further seeds, when the script is called again. `results_page.py` makes the page.
+run with further seeds first, when the script is called again. `results_page.py` makes the page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
     def at(method: str, epsilon: float | None, seed: int = 0, **options: Any) -> Setting:
         return Setting(task, method, epsilon, options, rows, seed)
 
+    def several(epsilon: float, thresholds: Sequence[float]) -> Iterator[Setting]:
+        yield from (
+            at("fixed", epsilon, seed, clip_threshold=value) for value in thresholds for seed in range(1, SEEDS)
+        )
+
     for epsilon in EPSILONS:
         yield at("recipe", epsilon)
         yield at("dc_sgd_e", epsilon)
@@ -66,10 +71,10 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
         yield at("dc_sgd_p", epsilon, percentile=PERCENTILES[0])
         yield at("andrew", epsilon)
         yield at("du", epsilon)
-        several = (*best_thresholds(task, rows, epsilon), *THRESHOLDS[:3])
-        yield from (at("fixed", epsilon, seed, clip_threshold=value) for value in several for seed in range(1, SEEDS))
+        yield from several(epsilon, best_thresholds(task, rows, epsilon) + list(THRESHOLDS[:3]))
     for epsilon in EPSILONS:
         yield from (at("dc_sgd_p", epsilon, percentile=value) for value in PERCENTILES[1:])
+        yield from several(epsilon, THRESHOLDS[3:])
 
 
 def best_thresholds(task: str, rows: int | None, epsilon: float) -> list[float]:
