@@ -103,15 +103,18 @@ class ExampleLosses:
         if only_read:
             inputs, labels = without_unread_logits(inputs, labels)
         hidden_states = inputs.pop(TRUNK_ENTRY, None)
-        narrowed = self.first_position.only() if self.first_position is not None else nullcontext()
         fed = self._require_trunk().feed(hidden_states) if hidden_states is not None else nullcontext()
-        with narrowed, fed:
+        with self.narrowed(), fed:
             outputs = self._forward(inputs)
         if self._loss is not None:
             return checked_user_losses(self._loss, outputs, labels, batch_length(batch)), outputs
         mask, smoothing = batch.get("attention_mask"), self._label_smoothing
         losses = per_example_losses(self._model, outputs, labels, label_smoothing=smoothing, attention_mask=mask)
         return losses, outputs
+
+    def narrowed(self) -> AbstractContextManager[None]:
+        """Have the model compute the first position of its last block alone, where it was found to read no other."""
+        return nullcontext() if self.first_position is None else self.first_position.only()
 
     def mean(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         """Return the mean loss of an evaluation batch, and the outputs by their names."""
@@ -222,6 +225,10 @@ class PrivateStep:
                 return losses.detach(), clipper.norms(losses)
 
         self._losses.first_position = find_narrowing(self.model, results, self.tolerance)
+
+    def narrowed(self) -> AbstractContextManager[None]:
+        """Have other forwards, too, leave out what `leave_out_unread` found that nothing reads."""
+        return self._losses.narrowed()
 
     # -- the logical batch -------------------------------------------------------------------------------------------
 

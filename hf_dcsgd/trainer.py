@@ -334,9 +334,9 @@ class DCSGDTrainer(PublishingTrainer):
     ) -> Any:
         """Evaluate a batch as transformers does; during training with a trunk cache, from cached hidden states."""
         evaluate = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys)
-        if self._cached is None or self._cached.evaluation is None or not self.is_in_train:
+        if self._cached is None or self._cached.evaluation is None or self.step is None or not self.is_in_train:
             return evaluate()
-        return self._cached.evaluation.run(inputs, evaluate)
+        return self._cached.evaluation.run(inputs, evaluate, self.step.narrowed)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as transformers does. Every trial is charged in its own directory; `search_cost` holds the total.

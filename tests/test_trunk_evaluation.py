@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_tasks import pad, private_args, text_rows, tiny_bert
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import BertForSequenceClassification
 
 from hf_dcsgd import DCSGDTrainer
 from hf_dcsgd.trunk.build import stored_caches
@@ -83,6 +84,41 @@ def test_each_batch_goes_through_the_trunk_once(tmp_path: Path) -> None:
     assert sum(calls) - before == 20 + 8  # all rows once, and the first batch as a whole
     trained(tmp_path / "4", tmp_path / "cache", counted(), clipping="fixed")
     assert sum(calls) - before == 8
+
+
+class ShowsItsLastStates(BertForSequenceClassification):
+    """Learns from the first position alone, and hands all of them on where it is evaluated."""
+
+    def forward(self, **inputs: Any) -> Any:
+        last: list[Tensor] = []
+        handle = self.bert.encoder.register_forward_hook(lambda module, args, output: last.append(output[0]))
+        try:
+            outputs = super().forward(**inputs)
+        finally:
+            handle.remove()
+        return outputs if self.training else {**outputs, "states": last[0].mean((1, 2))}
+
+
+@pytest.mark.parametrize(("kind", "narrowed"), [(None, True), (ShowsItsLastStates, False)])
+def test_evaluation_computes_no_position_that_nothing_reads(
+    tmp_path: Path, kind: type[nn.Module] | None, narrowed: bool
+) -> None:
+    positions: list[int] = []
+
+    def watched() -> nn.Module:
+        model = tiny_bert() if kind is None else kind(tiny_bert().config)
+        model.bert.encoder.layer[-1].intermediate.register_forward_hook(
+            lambda module, args, output: None if module.training else positions.append(args[0].shape[1])
+        )
+        return model
+
+    options = {"remove_unused_columns": False}
+    torch.manual_seed(0)
+    cached = evaluations(trained(tmp_path / "1", tmp_path / "cache", watched(), **options))
+    assert (set(positions[-6:]) == {1}) is narrowed  # of the second and third evaluation
+    torch.manual_seed(0)
+    whole = evaluations(trained(tmp_path / "2", tmp_path / "cache", watched(), **options, trunk_cache="off"))
+    assert close(cached, whole, 1e-5)
 
 
 def test_changed_and_cut_off_files_are_computed_again(tmp_path: Path) -> None:

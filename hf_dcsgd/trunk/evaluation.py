@@ -12,9 +12,9 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "evaluation"
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 Result = TypeVar("Result")
+Way: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 class EvaluationCache:
@@ -41,29 +42,42 @@ class EvaluationCache:
         forward_context: Makes a context around each forward, such as autocast.
     """
 
-    def __init__(self, cache: TrunkCache, forward_context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, cache: TrunkCache, forward_context: Way) -> None:
         self._cache, self._forward_context = cache, forward_context
         self._entry_schema = Schema({TRUNK_ENTRY: cache.store.schema.entries[TRUNK_ENTRY]})
         self._folder = cache.folder / FOLDER
-        self._tried, self._usable = False, True
+        self._tolerance = _TOLERANCE[self._entry_schema.entries[TRUNK_ENTRY][0]]
+        self._way: Way | None = None
+        self._tried = False
 
-    def run(self, batch: Batch, evaluate: Callable[[], Result]) -> Result:
+    def run(self, batch: Batch, evaluate: Callable[[], Result], narrowed: Way = nullcontext) -> Result:
         """Return `evaluate()`, which runs the model on this batch, with the frozen blocks passed over.
 
-        The first time, the result is compared with that of the whole model; one that also shows what the frozen
-        blocks do (all hidden states, attentions) ends the use of this cache.
+        `narrowed` makes a context in which blocks leave out what training does not read. The first time, results are
+        compared with that of the whole model: one that shows what is left out is computed without it, and one that
+        shows what the frozen blocks do (all hidden states, attentions) ends the use of this cache.
         """
-        if not self._usable:
-            return evaluate()
-        with self._cache.trunk.feed(self._hidden_states(self._cache.inputs_of(batch))):
-            found = evaluate()
         if self._tried:
-            return found
+            return evaluate() if self._way is None else self._cached(batch, evaluate, self._way)
         self._tried, expected = True, evaluate()
-        self._usable = _agree(found, expected, _TOLERANCE[self._entry_schema.entries[TRUNK_ENTRY][0]])
-        if not self._usable:
+        ways = (narrowed, nullcontext)
+        self._way = next((way for way in ways if self._leads_to(expected, batch, evaluate, way)), None)
+        if self._way is None:
             logger.warning("evaluation goes on without the trunk cache: it shows what the frozen blocks compute")
         return expected
+
+    def _cached(self, batch: Batch, evaluate: Callable[[], Result], way: Way) -> Result:
+        hidden_states = self._hidden_states(self._cache.inputs_of(batch))
+        with way(), self._cache.trunk.feed(hidden_states):
+            return evaluate()
+
+    def _leads_to(self, expected: Result, batch: Batch, evaluate: Callable[[], Result], way: Way) -> bool:
+        try:
+            return _agree(self._cached(batch, evaluate, way), expected, self._tolerance)
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            if way is nullcontext:
+                raise
+            return False  # something takes what is left out
 
     def _hidden_states(self, inputs: Batch) -> Tensor:
         device = next(value.device for value in inputs.values() if isinstance(value, Tensor))
@@ -109,7 +123,6 @@ def _digest(inputs: Batch) -> str:
 def _agree(found: Any, expected: Any, tolerance: float) -> bool:
     pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=True))
     return all(
-        torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance * float(b.float().abs().max()))
-        for a, b in pairs
-        if isinstance(a, Tensor) and a.numel()
+        a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+        for a, b in ((a.float(), b.float()) for a, b in pairs if isinstance(a, Tensor) and a.numel())
     )
