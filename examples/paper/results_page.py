@@ -76,7 +76,7 @@ _GRIDS = {
 
 def _pair(results: list[Result]) -> list[list[Result]]:
     """Return the runs of the recipe, and those of the paper's setting."""
-    return [[r for r in chosen(results, method=m) if not r["setting"]["options"]] for m in ("recipe", "dc_sgd_e")]
+    return [chosen(results, method=m, options={}) for m in ("recipe", "dc_sgd_e")]
 
 
 def held_out_table(results: list[Result]) -> list[str]:
@@ -156,6 +156,24 @@ def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
     return table(["option", "rows", "accuracy, %"], body)
 
 
+def threshold_table(results: list[Result]) -> list[str]:
+    """Return the recipe with other thresholds than its own, at ε = 2: thresholds down, tasks across."""
+    places = {"SST-2, 20,000 rows": ("sst2", 20_000), "pairs, 23,754 rows": ("pairs", None)}
+    here = [chosen(results, task=task, rows=rows, method="recipe", epsilon=2.0) for task, rows in places.values()]
+    body = [
+        [name, *(mean_and_error([r["accuracy"] for r in chosen(runs, options=options)]) for runs in here)]
+        for name, options in _THRESHOLDS.items()
+    ]
+    return table(["threshold", *places], body)
+
+
+_THRESHOLDS: dict[str, dict[str, Any]] = {
+    "DC-SGD-E, the default": {},
+    **{f"fixed at C = {value:g}": {"clipping": "fixed", "clip_threshold": value} for value in (0.1, 1.0, 10.0)},
+    "AUTO-S": {"clipping": "auto_clip"},
+}
+
+
 CHARGED = {
     "rdp_composition": "ten runs, composed by RDP",
     "papernot_steinke_tnb": "Papernot & Steinke, geometric of mean ten",
@@ -174,7 +192,7 @@ def charged_table(results: list[Result]) -> list[str]:
                 continue
             size, name = f"{some[0]['plan']['dataset_size']:,}", title.partition(",")[0]
             for method in _NO_GRID:
-                runs = [r for r in chosen(some, method=method) if not r["setting"]["options"]]
+                runs = chosen(some, method=method, options={})
                 sigma = f"{runs[0]['plan']['noise_multiplier']:.3f}" if runs else EMPTY
                 body.append([name, size, METHOD_TITLES[method], sigma, mean_and_error([r["accuracy"] for r in runs])])
             for way, words in CHARGED.items():
@@ -250,6 +268,7 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("other_model", lambda results: accuracy_tables(read_results(OTHER_MODEL)) or ["Not run yet.", ""]),
     ("charged", charged_table),
     ("travel", travel_table),
+    ("thresholds", threshold_table),
     ("held_out", held_out_table),
     ("scratch", scratch_table),
     ("times", time_table),

@@ -88,7 +88,7 @@ class Setting:
             common |= {"remove_unused_columns": False} if self.task in tasks.TEXT else {}
             return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
         if self.task in tasks.TEXT:
-            # Expected batch sizes are multiples of these: more rows are computed at a time, and draws stay as they are.
+            # Expected batch sizes are multiples of these: more rows at a time, and draws stay as they are.
             at_a_time = 128 if self.method == "recipe" else PAPER_BATCH
             common |= {"trunk_cache": "on", "per_device_train_batch_size": at_a_time}
         if self.method != "recipe":
