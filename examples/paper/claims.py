@@ -56,7 +56,9 @@ def _on_text(here: list[Result], where: str) -> Iterator[Claim]:
         yield _verdict(
             claim, statistics.mean(ours), max(charged), "best DP-SGD with its grid charged", wants_lead=True
         )
-    by_percentile = _grid_means(chosen(here, method="dc_sgd_p"))
+    by_percentile = _grid_means(
+        [r for r in chosen(here, method="dc_sgd_p") if set(r["setting"]["options"]) == {"percentile"}]
+    )
     if len(by_percentile) >= LEAST_GRID <= len(grid):
         claim = f"DC-SGD-P at its best percentile matches DP-SGD at its best threshold ({where})"
         yield _verdict(claim, max(by_percentile), max(grid), f"best of {len(grid)} thresholds")

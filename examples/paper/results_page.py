@@ -156,6 +156,18 @@ def option_table(results: list[Result], names: Sequence[str]) -> list[str]:
     return table(["option", "rows", "accuracy, %"], body)
 
 
+def percentile_table(results: list[Result]) -> list[str]:
+    """Return DC-SGD-P over its percentile at ε = 2, with the release as it is and divided by its threshold."""
+    here = chosen(results, task="sst2", rows=20_000, method="dc_sgd_p", epsilon=2.0)
+    body = []
+    for percentile in sorted({r["setting"]["options"]["percentile"] for r in here}):
+        options = ({"percentile": percentile}, {"percentile": percentile, "scale_free_gradient": True})
+        body.append(
+            [f"{percentile:g}", *(mean_and_error([r["accuracy"] for r in chosen(here, options=o)]) for o in options)]
+        )
+    return table(["p", "as it is", "divided by its threshold"], body)
+
+
 def threshold_table(results: list[Result]) -> list[str]:
     """Return the recipe with other thresholds than its own, at ε = 2: thresholds down, tasks across."""
     places = {"SST-2, 20,000 rows": ("sst2", 20_000), "pairs, 23,754 rows": ("pairs", None)}
@@ -268,6 +280,7 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("other_model", lambda results: accuracy_tables(read_results(OTHER_MODEL)) or ["Not run yet.", ""]),
     ("charged", charged_table),
     ("travel", travel_table),
+    ("percentiles", percentile_table),
     ("thresholds", threshold_table),
     ("held_out", held_out_table),
     ("scratch", scratch_table),

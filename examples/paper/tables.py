@@ -119,6 +119,9 @@ def scale(rows: int | None) -> Iterator[Setting]:
             yield Setting("sst2", "recipe", 2.0, options, rows or 20_000)
     for share in (0.3, 0.1, 1.0):
         yield Setting("sst2", "recipe", 2.0, {"adam_bc_rate": share, **CONTROL}, rows or 20_000)
+    for percentile in (0.1, 0.5, 0.3):
+        options = {"percentile": percentile, "scale_free_gradient": True}
+        yield Setting("sst2", "dc_sgd_p", 2.0, options, rows or 20_000)
 
 
 def thresholds(rows: int | None) -> Iterator[Setting]:
