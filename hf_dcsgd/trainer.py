@@ -27,6 +27,7 @@ from hf_dcsgd.checks.sharding_options import reads_weights
 from hf_dcsgd.checks.trainer_inputs import refuse_overrides, require_arguments, validate_inputs
 from hf_dcsgd.data.loading import restack
 from hf_dcsgd.data.rows import Batch, Collator, longest_row, with_rounded_lengths
+from hf_dcsgd.example_losses import ExampleLosses
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, PrivacyPlan
 from hf_dcsgd.reporting.plan_table import plan_settings
 from hf_dcsgd.reporting.publishing import PublishingTrainer
@@ -37,7 +38,7 @@ from hf_dcsgd.runs.processes import quiet_replica
 from hf_dcsgd.runs.rows import CachedRows, TrainingRows, cached_rows, train_dataloader
 from hf_dcsgd.runs.search_cost import HyperparameterSearch, SearchCost
 from hf_dcsgd.runs.start import agree_on_run, refuse_second_run, start_run
-from hf_dcsgd.step import ExampleLosses, PrivateStep
+from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.tasks.layer_selection import hold_in_fp32, prepare_layers, train_mode
 from hf_dcsgd.tasks.losses import LossFunction
 from hf_dcsgd.training_args import DCSGDTrainingArguments

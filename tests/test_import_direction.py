@@ -18,6 +18,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("privacy",),
     ("data", "recipe"),
     ("checks", "trunk"),
+    ("example_losses",),
     ("step", "training_args"),
     ("sharding",),
     ("runs",),

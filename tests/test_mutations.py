@@ -20,13 +20,14 @@ from hf_dcsgd.audit import audit_strategy
 from hf_dcsgd.audit.processes import audit_processes
 from hf_dcsgd.clipping import dc_sgd
 from hf_dcsgd.data.rows import Batch
+from hf_dcsgd.example_losses import ExampleLosses
 from hf_dcsgd.ghost import GhostClipper
 from hf_dcsgd.privacy import noise
 from hf_dcsgd.privacy.mechanism import DPMechanism
 from hf_dcsgd.privacy.noise import NoiseSource
 from hf_dcsgd.privacy.plan import PrivacyPlan
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler
-from hf_dcsgd.step import ExampleLosses, PrivateStep
+from hf_dcsgd.step import PrivateStep
 
 pytestmark = pytest.mark.proof
 

@@ -11,8 +11,9 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_chats import tiny_llama
 from torch import Tensor, nn
 
+from hf_dcsgd.example_losses import ExampleLosses
 from hf_dcsgd.ghost import GhostClipper
-from hf_dcsgd.step import ExampleLosses, PrivateStep
+from hf_dcsgd.step import PrivateStep
 from hf_dcsgd.trunk.unread import can_leave_out_logits, without_unread_logits
 
 LENGTH = 40
