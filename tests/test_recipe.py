@@ -122,6 +122,23 @@ def test_little_noise_gets_a_usual_rate(tmp_path):
     assert "WARNING" not in describe_recipe(args, plan_of(args, 10**6))
 
 
+@pytest.mark.parametrize(
+    ("options", "is_said"),
+    [
+        ({"clipping": "dc_sgd_p", "recipe": "paper"}, True),
+        ({"clipping": "andrew", "recipe": "none"}, True),
+        ({"clipping": "dc_sgd_p", "recipe": "paper", "scale_free_gradient": True}, False),
+        ({"clipping": "dc_sgd_p"}, False),
+        ({"clipping": "dc_sgd_p", "recipe": "paper", "optim": "sgd"}, False),
+        ({"clipping": "fixed", "recipe": "paper"}, False),
+    ],
+)
+def test_an_optimizer_that_remembers_earlier_thresholds_is_spoken_of(tmp_path, options, is_said):
+    args = arguments(tmp_path, target_epsilon=8, **options)
+    said = f"the threshold of {args.clipping} moves with the norms" in describe_recipe(args, plan_of(args, 20_000))
+    assert said == is_said
+
+
 def test_every_derived_value_is_shown_with_its_reason(tmp_path):
     args = arguments(tmp_path, target_epsilon=8)
     plan = plan_of(args, 20_000)

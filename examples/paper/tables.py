@@ -122,6 +122,7 @@ def scale(rows: int | None) -> Iterator[Setting]:
     for percentile in (0.1, 0.5, 0.3):
         options = {"percentile": percentile, "scale_free_gradient": True}
         yield Setting("sst2", "dc_sgd_p", 2.0, options, rows or 20_000)
+    yield Setting("sst2", "andrew", 2.0, {"scale_free_gradient": True}, rows or 20_000)
 
 
 def thresholds(rows: int | None) -> Iterator[Setting]:

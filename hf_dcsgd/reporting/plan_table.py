@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_dcsgd.clipping import strategy
 from hf_dcsgd.privacy.plan import RAW_TRAIN_LOSS, UNSAFE_NOISE_SEED, ZERO_NOISE, PrivacyPlan, PrivacyUnit
 from hf_dcsgd.recipe import AUTO, GOOD_TRAVEL, TRAVEL, USEFUL_TRAVEL
 
@@ -71,6 +72,14 @@ def describe_recipe(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> str:
     distance = _travel(args, plan)
     if distance is not None:
         rows.append(("travel", f"D = {distance:,.0f}, the sum of learning rate × B/σ_T over all steps"))
+    if _optimizer_remembers_thresholds(args, plan):
+        rows.append(
+            (
+                "note",
+                f"the threshold of {plan.clipping} moves with the norms, and Adam remembers the scale of earlier "
+                "gradients: scale_free_gradient=True divides it out",
+            )
+        )
     warning = little_to_expect(args, plan)
     if warning is not None:
         rows.append(("WARNING", warning))
@@ -104,9 +113,16 @@ def _left_to_recipe(args: DCSGDTrainingArguments) -> str:
 
 def _travel(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> float | None:
     """Return how far training goes; None for optimizers of which that is not known."""
-    if "adam" not in str(getattr(args.optim, "value", args.optim)):
-        return None
-    return args.travel(plan).per_rate * args.learning_rate
+    return args.travel(plan).per_rate * args.learning_rate if _uses_adam(args) else None
+
+
+def _optimizer_remembers_thresholds(args: DCSGDTrainingArguments, plan: PrivacyPlan) -> bool:
+    follows = bool(strategy(plan.clipping).side_noise_multipliers(plan.settings))
+    return follows and _uses_adam(args) and not args.scale_free_gradient
+
+
+def _uses_adam(args: DCSGDTrainingArguments) -> bool:
+    return "adam" in str(getattr(args.optim, "value", args.optim))
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
