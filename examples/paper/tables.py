@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,6 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
     def at(method: str, epsilon: float | None, seed: int = 0, **options: Any) -> Setting:
         return Setting(task, method, epsilon, options, rows, seed)
 
-    def several(epsilon: float, thresholds: Sequence[float]) -> Iterator[Setting]:
-        yield from (
-            at("fixed", epsilon, seed, clip_threshold=value) for value in thresholds for seed in range(1, SEEDS)
-        )
-
     for epsilon in EPSILONS:
         yield at("recipe", epsilon)
         yield at("dc_sgd_e", epsilon)
@@ -72,17 +67,20 @@ def by_method(task: str, rows: int | None) -> Iterator[Setting]:
         yield at("dc_sgd_p", epsilon, percentile=PERCENTILES[0])
         yield at("andrew", epsilon)
         yield at("du", epsilon)
-        yield from several(epsilon, best_thresholds(task, rows, epsilon) + list(THRESHOLDS[:3]))
+        for value in further_seeds(task, rows, epsilon):
+            yield from (at("fixed", epsilon, seed, clip_threshold=value) for seed in range(1, SEEDS))
     for epsilon in EPSILONS:
         yield from (at("dc_sgd_p", epsilon, percentile=value) for value in PERCENTILES[1:])
-        yield from several(epsilon, THRESHOLDS[3:])
 
 
-def best_thresholds(task: str, rows: int | None, epsilon: float) -> list[float]:
-    """Return the C of DP-SGD that is the best so far, for further seeds; none before the grid was run."""
+def further_seeds(task: str, rows: int | None, epsilon: float) -> list[float]:
+    """Return the C of DP-SGD that more than one seed is for: those that have more, and the best of the whole grid."""
     runs = chosen(read_results(), task=task, rows=rows, method="fixed", epsilon=epsilon)
     tried = by_options([r for r in runs if set(r["setting"]["options"]) == {"clip_threshold"}])
-    return [json.loads(winner(tried))["clip_threshold"]] if len(tried) == len(THRESHOLDS) else []
+    found = {json.loads(options)["clip_threshold"] for options, group in tried.items() if len(group) > 1}
+    if len(tried) == len(THRESHOLDS):
+        found.add(json.loads(winner(tried))["clip_threshold"])
+    return sorted(found)
 
 
 def charged(rows: int | None) -> Iterator[Setting]:
