@@ -1,8 +1,8 @@
 """Fill a trunk cache, and hand out its rows.
 
 The folder of a cache is named by what its numbers depend on: the rows of the dataset, what the collator makes of them,
-the frozen weights, the cut, the precision, and the version of transformers. So a changed row, tokenizer, length or
-weight finds no cache, and makes another one.
+the frozen weights, the cut, the precision, the format, and the version of transformers. So a changed row, tokenizer,
+length or weight finds no cache, and makes another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from hf_dcsgd.data.rows import Batch, Collator, RowCollator, batch_length, fetch_row, move_to, stack, take_row
 from hf_dcsgd.tasks.losses import split_labels
 from hf_dcsgd.trunk.cut import TRUNK_ENTRY, FrozenTrunk, TrunkCacheError
-from hf_dcsgd.trunk.store import META_FILENAME, RowStore, Schema
+from hf_dcsgd.trunk.store import FORMAT, META_FILENAME, RowStore, Schema
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CHUNK = 512  # rows that are sorted by shape, computed and appended together
@@ -169,7 +169,7 @@ def _key(trunk: FrozenTrunk, rows: Any, sample: Iterable[Batch], dtype: str) -> 
     settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
     device = next(trunk.model.parameters()).device.type
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    public = [str(trunk), type(trunk.model).__qualname__, dtype, autocast, *versions, _without_names(settings)]
+    public = [FORMAT, str(trunk), type(trunk.model).__qualname__, dtype, autocast, *versions, _without_names(settings)]
     digest.update(json.dumps(public).encode())
     for name, tensor in trunk.parameters():
         digest.update(name.encode())

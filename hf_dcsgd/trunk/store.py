@@ -19,7 +19,6 @@ import fcntl
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from hf_dcsgd.trunk.cut import TrunkCacheError
 
 META_FILENAME = "store.json"
+FORMAT = 2  # of records; what was written in another one is not looked for
 _FIXED = 4  # row, offset, bytes, checksum
 
 
@@ -55,11 +56,11 @@ class Schema:
             raise TrunkCacheError(f"expected rows with the entries {self.entries}, got {Schema.of(row).entries}")
         data = b"".join(_bytes_of(row[name]) for name in self.entries)
         shapes = [size for name in self.entries for size in row[name].shape]
-        return data, [index, offset, len(data), zlib.crc32(data), *shapes]
+        return data, [index, offset, len(data), _checksum(data), *shapes]
 
     def unpack(self, data: np.ndarray, record: np.ndarray) -> dict[str, Tensor]:
         """Turn bytes back into a row."""
-        if zlib.crc32(memoryview(data)) != record[3]:  # type: ignore[arg-type]
+        if _checksum(data) != record[3]:
             raise TrunkCacheError(
                 f"row {record[0]} of the trunk cache was changed on disk; remove it with `hf-dcsgd cache rm`"
             )
@@ -71,6 +72,11 @@ class Schema:
             row[name] = torch.frombuffer(data[place : place + size].copy(), dtype=kind).view(shape)
             place += size
         return row
+
+
+def _checksum(data: bytes | np.ndarray) -> int:
+    """Return 63 bits that a changed byte changes: a quarter of the time of a CRC, for each row of each step."""
+    return xxh3_64_intdigest(data) >> 1  # type: ignore[arg-type]
 
 
 def _bytes_of(value: Tensor) -> bytes:
