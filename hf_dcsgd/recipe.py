@@ -41,6 +41,7 @@ LEAST_EPOCHS, MOST_EPOCHS = 5, 15
 SMALLEST_BATCH, LARGEST_BATCH = 256, 4096
 _BATCH_MULTIPLE = 128  # so that two, four or eight processes have the same logical batch as one
 _LARGEST_MICRO_BATCH = 64
+_LARGEST_CACHED_MICRO_BATCH = 128  # where only the trained blocks run: less memory a row, and fuller stacks
 _MOST_LOOKS = 1000  # at a schedule
 
 _PAPER_BATCH = 256
@@ -97,17 +98,23 @@ def epochs(dataset_size: int, batch_size: int) -> tuple[float, str]:
 
 
 def split_batch(
-    batch_size: int, world_size: int, per_device: int | None = None, accumulation: int | None = None
+    batch_size: int,
+    world_size: int,
+    per_device: int | None = None,
+    accumulation: int | None = None,
+    *,
+    trunk_is_cached: bool = False,
 ) -> tuple[int, int]:
     """Return per_device_train_batch_size and gradient_accumulation_steps whose product comes nearest."""
+    largest = _LARGEST_CACHED_MICRO_BATCH if trunk_is_cached else _LARGEST_MICRO_BATCH
     share = max(1, round(batch_size / world_size))
     if per_device is not None:
         return per_device, accumulation if accumulation is not None else max(1, round(share / per_device))
     if accumulation is not None:
         return max(1, round(share / accumulation)), accumulation
-    micro = max(size for size in range(1, min(share, _LARGEST_MICRO_BATCH) + 1) if share % size == 0)
-    if micro < min(share, _LARGEST_MICRO_BATCH) / 2:  # a share with no good divisor is rounded up
-        accumulation = math.ceil(share / _LARGEST_MICRO_BATCH)
+    micro = max(size for size in range(1, min(share, largest) + 1) if share % size == 0)
+    if micro < min(share, largest) / 2:  # a share with no good divisor is rounded up
+        accumulation = math.ceil(share / largest)
         return math.ceil(share / accumulation), accumulation
     return micro, share // micro
 

@@ -261,7 +261,8 @@ class DCSGDTrainingArguments(TrainingArguments):
             return
         wanted, reason = expected_batch_size(self.recipe, dataset_size)
         given = [None if self._is_free(name) else require_count(name, getattr(self, name)) for name in batch_names]
-        for name, value in zip(batch_names, split_batch(wanted, self.world_size, *given), strict=True):
+        split = split_batch(wanted, self.world_size, *given, trunk_is_cached=self.trunk_cache == "on")
+        for name, value in zip(batch_names, split, strict=True):
             self._derive(name, value, f"for an expected batch size of {wanted}, {reason}")
         if self.recipe != AUTO:
             return

@@ -205,12 +205,19 @@ def test_several_processes_have_the_same_logical_batch(dataset_size):
         assert per_device * accumulation * world_size == wanted
 
 
-@given(st.integers(1, 10_000), st.integers(1, 16))
+@given(st.integers(1, 10_000), st.integers(1, 16), st.booleans())
 @settings(deadline=None)
-def test_micro_batches_make_up_about_the_logical_batch(batch_size, world_size):
-    per_device, accumulation = recipe.split_batch(batch_size, world_size)
-    assert 1 <= per_device <= 64
+def test_micro_batches_make_up_about_the_logical_batch(batch_size, world_size, trunk_is_cached):
+    per_device, accumulation = recipe.split_batch(batch_size, world_size, trunk_is_cached=trunk_is_cached)
+    assert 1 <= per_device <= (128 if trunk_is_cached else 64)
     assert abs(per_device * accumulation * world_size - batch_size) <= max(world_size, 0.1 * batch_size)
+
+
+@pytest.mark.parametrize(("trunk_cache", "at_a_time"), [("off", 64), ("auto", 64), ("on", 128)])
+def test_more_rows_run_at_a_time_where_the_trunk_is_cached(tmp_path, trunk_cache, at_a_time):
+    args = arguments(tmp_path, trunk_cache=trunk_cache)
+    plan_of(args, 20_000)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (at_a_time, 1024 // at_a_time)
 
 
 def test_values_follow_changes_but_not_over_what_was_set_since(tmp_path):

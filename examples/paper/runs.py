@@ -88,11 +88,11 @@ class Setting:
             common |= {"remove_unused_columns": False} if self.task in tasks.TEXT else {}
             return TrainingArguments(folder, max_grad_norm=1.0, **{**common, **self.options})
         if self.task in tasks.TEXT:
-            # Expected batch sizes are multiples of these: more rows at a time, and draws stay as they are.
-            at_a_time = 128 if self.method == "recipe" else PAPER_BATCH
-            common |= {"trunk_cache": "on", "per_device_train_batch_size": at_a_time}
+            common |= {"trunk_cache": "on"}
         if self.method != "recipe":
             common |= {"recipe": "paper", "clipping": self.method}
+            # A whole logical batch at a time, where little memory is needed for a row.
+            common |= {"per_device_train_batch_size": PAPER_BATCH} if self.task in tasks.TEXT else {}
             common |= {"num_train_epochs": PAPER_EPOCHS[self.task]} if self.task in PAPER_EPOCHS else {}
         budget: dict[str, Any] = {"target_epsilon": self.epsilon}
         options = {name: value for name, value in self.options.items() if name not in ("tuned_by", "adam_bc_rate")}
