@@ -202,14 +202,15 @@ class DCSGDTrainer(PublishingTrainer):
         if self.is_in_train:
             self._agree_on_run()
         plan = self.plan = self.plan or self.make_plan()
-        (rows, collate), units, self._cached = self.rows_and_collator(), self.training_rows().units, None
+        units, self._cached = self.training_rows().units, None
+        rows, collate = self.rows_and_collator()
         if self.is_in_train and self.args.trunk_cache != "off":
             names, context = self._loss_settings()["label_names"], self.compute_loss_context_manager
             self._cached = cached_rows(
                 self.args, plan, self.model, rows, collate, units, names, self.make_step, context
             )
         if self._cached is not None:
-            rows, collate = self._cached.rows, self._cached.collate
+            return train_dataloader(self.args, plan, self._cached.rows, self._cached.collate, units)
         return train_dataloader(self.args, plan, rows, collate, units)
 
     def rows_and_collator(self) -> tuple[Any, Collator]:

@@ -270,6 +270,18 @@ def test_rows_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert {len(batch["labels"]) for batch in stack([cache.store[i] for i in range(64)])} != {1}
 
 
+def test_stacks_are_those_of_rows_read_one_by_one(tmp_path: Path) -> None:
+    cache = small_cache(tmp_path)
+    fill(cache)
+    drawn = [63, 5, 0, 31, 30, 12, 7]
+    stacks, expected = cache.store.stacks(drawn), stack([cache.store[index] for index in drawn])
+    assert 1 < len(stacks) == len(expected)
+    for found, one_by_one in zip(stacks, expected, strict=True):
+        assert found.keys() == one_by_one.keys()
+        assert all(torch.equal(value, one_by_one[name]) for name, value in found.items())
+    assert cache.store.stacks([]) == []
+
+
 def test_a_file_that_was_cut_short_is_completed(tmp_path: Path) -> None:
     cache = small_cache(tmp_path)
     fill(cache)

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import json
 from collections.abc import Callable
@@ -106,21 +107,28 @@ TEXT = {"sst2": _sst2, "pairs": _pairs, "cola": _cola, "sms": _sms}
 
 
 def _text(task: str, folder: Path, rows: int | None, model: str) -> Data:
+    collator = DataCollatorWithPadding(AutoTokenizer.from_pretrained(model), pad_to_multiple_of=LENGTH_MULTIPLES[task])
+
+    def make_model() -> nn.Module:
+        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=2).float()
+
+    return Data(*_tokenized(task, folder, rows, model), make_model, collator)
+
+
+@functools.cache
+def _tokenized(task: str, folder: Path, rows: int | None, model: str) -> tuple[Dataset, Dataset]:
+    """Return training and evaluation rows, which all runs of one process share."""
     train, evaluation = TEXT[task](folder)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    collator = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=LENGTH_MULTIPLES[task])
 
     def tokenized(labeled: Rows) -> Dataset:
         texts = list(zip(*(row[0] for row in labeled), strict=True))
         encoded = tokenizer(*map(list, texts), truncation=True, max_length=MAX_LENGTH)
         return Dataset.from_dict({**encoded, "labels": [row[1] for row in labeled]})
 
-    def make_model() -> nn.Module:
-        return AutoModelForSequenceClassification.from_pretrained(model, num_labels=2).float()
-
     # Evaluation rows of like length meet in a batch, which saves padding and changes no answer.
     evaluation.sort(key=lambda row: sum(map(len, row[0])))
-    return Data(tokenized([train[k] for k in spread(len(train), rows)]), tokenized(evaluation), make_model, collator)
+    return tokenized([train[k] for k in spread(len(train), rows)]), tokenized(evaluation)
 
 
 # -- from scratch -----------------------------------------------------------------------------------------------------

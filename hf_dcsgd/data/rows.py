@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -45,6 +46,21 @@ def fetch_row(rows: Any, index: int) -> Any:
             "of its own whose rows are the unit of privacy"
         )
     return found[0]
+
+
+class StackedRows(ABC):
+    """Rows that were collated one by one before, and are read in stacks.
+
+    Who derives from it gives the guarantee above: what a row contributes to a stack is a function of its index alone.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the rows."""
+
+    @abstractmethod
+    def stacks(self, indices: Sequence[int]) -> list[Batch]:
+        """Return these rows, those of one shape together."""
 
 
 class RowCollator:
@@ -125,12 +141,6 @@ def take_rows(batch: Mapping[str, Any], indices: Sequence[int]) -> Batch:
         else value
         for name, value in batch.items()
     }
-
-
-def take_only_row(rows: list[Batch]) -> Batch:
-    """Collate rows that are collated already: there is one of them."""
-    (row,) = rows
-    return row
 
 
 def move_to(batch: Mapping[str, Any], device: torch.device) -> Batch:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hf_dcsgd.data.grouping import group_rows, select_rows, without_column
 from hf_dcsgd.data.loading import poisson_dataloader
-from hf_dcsgd.data.rows import Collator, take_only_row
+from hf_dcsgd.data.rows import Collator
 from hf_dcsgd.privacy.plan import BY_ROW, PrivacyPlan
 from hf_dcsgd.privacy.sampling import PoissonBatchSampler, map_style_length
 from hf_dcsgd.privacy.units import RowsOfUnits, UnitBatchSampler
@@ -64,7 +64,11 @@ class TrainingRows:
 
 
 def train_dataloader(
-    args: DCSGDTrainingArguments, plan: PrivacyPlan, rows: Any, collate: Collator, units: RowsOfUnits | None = None
+    args: DCSGDTrainingArguments,
+    plan: PrivacyPlan,
+    rows: Any,
+    collate: Collator | None,
+    units: RowsOfUnits | None = None,
 ) -> DataLoader:
     """Load this rank's share of the Poisson draws of one epoch; of `units` where these are drawn."""
     sampler = poisson_sampler(
@@ -94,7 +98,7 @@ class CachedRows:
     """Rows that carry hidden states of the frozen trunk, which passes over what they stand for; so may evaluation."""
 
     rows: Any
-    collate: Collator
+    collate: Collator | None  # None where rows are collated already
     trunk: FrozenTrunk
     evaluation: EvaluationCache | None
 
@@ -140,5 +144,5 @@ def cached_rows(
     # A compiled evaluation would not see that blocks are passed over.
     evaluation = None if args.torch_compile else EvaluationCache(cache, forward_context)
     if units is None:
-        return CachedRows(cache.store, take_only_row, cache.trunk, evaluation)
+        return CachedRows(cache.store, None, cache.trunk, evaluation)
     return CachedRows(RowsWithHiddenStates(rows, cache.store), HiddenStatesCollator(collate), cache.trunk, evaluation)

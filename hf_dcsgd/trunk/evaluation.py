@@ -96,7 +96,7 @@ class EvaluationCache:
             return None
         content, width = np.fromfile(path, dtype=np.uint8), 8 * self._entry_schema.record_length
         try:
-            return self._entry_schema.unpack(content[width:], content[:width].view(np.int64))[TRUNK_ENTRY]
+            return self._entry_schema.unpack([(content[width:], content[:width].view(np.int64))])[TRUNK_ENTRY]
         except (TrunkCacheError, ValueError, IndexError):
             return None
 

@@ -19,7 +19,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
+from hf_dcsgd.data.rows import StackedRows
 from hf_dcsgd.trunk.cut import TrunkCacheError
 
 META_FILENAME = "store.json"
@@ -58,20 +59,24 @@ class Schema:
         shapes = [size for name in self.entries for size in row[name].shape]
         return data, [index, offset, len(data), _checksum(data), *shapes]
 
-    def unpack(self, data: np.ndarray, record: np.ndarray) -> dict[str, Tensor]:
-        """Turn bytes back into a row."""
-        if _checksum(data) != record[3]:
-            raise TrunkCacheError(
-                f"row {record[0]} of the trunk cache was changed on disk; remove it with `hf-dcsgd cache rm`"
-            )
-        row, place, dims = {}, 0, iter(record[_FIXED:].tolist())
+    def unpack(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+        """Turn rows of one shape, each with its bytes and its record, back into a stack: every byte is copied once."""
+        for data, record in rows:
+            if _checksum(data) != record[3]:
+                raise TrunkCacheError(
+                    f"row {record[0]} of the trunk cache was changed on disk; remove it with `hf-dcsgd cache rm`"
+                )
+        stack, start, sizes = {}, 0, iter(rows[0][1][_FIXED:].tolist())
         for name, (dtype, axes) in self.entries.items():
-            shape = [next(dims) for _ in range(axes)]
+            first, *others = [next(sizes) for _ in range(axes)]
             kind = getattr(torch, dtype)
-            size = math.prod(shape) * kind.itemsize
-            row[name] = torch.frombuffer(data[place : place + size].copy(), dtype=kind).view(shape)
-            place += size
-        return row
+            end = start + first * math.prod(others) * kind.itemsize
+            joined = np.empty((len(rows), end - start), dtype=np.uint8)
+            for k, (data, _) in enumerate(rows):
+                joined[k] = data[start:end]
+            stack[name] = torch.from_numpy(joined).view(-1).view(kind).view(len(rows) * first, *others)
+            start = end
+        return stack
 
 
 def _checksum(data: bytes | np.ndarray) -> int:
@@ -83,7 +88,7 @@ def _bytes_of(value: Tensor) -> bytes:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-class RowStore:
+class RowStore(StackedRows):
     """A folder with the rows of one dataset, by index. Make it with `RowStore.open`."""
 
     def __init__(self, folder: Path, schema: Schema, rows: int) -> None:
@@ -139,11 +144,20 @@ class RowStore:
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        shard, place = self._place[index]
-        if shard < 0:
-            raise TrunkCacheError(f"row {index} is not in the trunk cache at {self.folder}")
-        record = self._shards[shard][place]
-        return self.schema.unpack(self._data[shard][record[1] : record[1] + record[2]], record)
+        (row,) = self.stacks([index])
+        return row
+
+    def stacks(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return these rows, those of one shape together."""
+        groups: dict[bytes, list[tuple[np.ndarray, np.ndarray]]] = {}
+        for index in indices:
+            shard, place = self._place[index]
+            if shard < 0:
+                raise TrunkCacheError(f"row {index} is not in the trunk cache at {self.folder}")
+            record = self._shards[shard][place]
+            row = self._data[shard][record[1] : record[1] + record[2]], record
+            groups.setdefault(record[_FIXED:].tobytes(), []).append(row)
+        return [self.schema.unpack(rows) for rows in groups.values()]
 
     @contextmanager
     def appending(self, shard: str) -> Iterator[_Shard]:
