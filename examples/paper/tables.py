@@ -16,7 +16,7 @@
 
 Each result is a JSON file under `results`, written when its run ends; interrupted, the script goes on where it
 stopped. The rows that matter most come first, so that a table that is not finished can be read. `--only` takes the
-runs whose names begin like that, and another folder of results has none of them yet. The best threshold of a grid is
+runs whose names begin like these, and another folder of results has none of them yet. The best threshold of a grid is
 run with further seeds first, when the script is called again. `results_page.py` makes the page.
 """
 
@@ -216,14 +216,20 @@ def main() -> None:
     parser.add_argument("table", choices=TABLES)
     parser.add_argument("--data", type=Path, required=True, help="the folder with the data of all tasks")
     parser.add_argument("--rows", type=int, help="take that many training rows (default: all)")
-    parser.add_argument("--only", default="", metavar="NAME", help="take the runs whose names begin like this")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="NAME", help="take the runs whose names begin like these, in turn"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of results (default: the project's)")
     parser.add_argument("--most", type=int, help="stop after that many runs")
     parser.add_argument("--list", action="store_true", help="list the runs and their results, and stop")
     options = parser.parse_args()
-    settings = {s.key: s for s in TABLES[options.table](options.rows) if s.key.startswith(options.only)}
-    if not settings:
-        parser.error(f"--only {options.only}: the table {options.table} has no such run; --list shows those it has")
+    listed = list(TABLES[options.table](options.rows))
+    settings: dict[str, Setting] = {}
+    for name in options.only:
+        named = {setting.key: setting for setting in listed if setting.key.startswith(name)}
+        if not named:
+            parser.error(f"--only {name}: the table {options.table} has no such run; --list shows those it has")
+        settings |= named
     if options.list:
         for setting in settings.values():
             print(f"{'there  ' if setting.path(options.results).exists() else 'missing'}  {setting.key}")
