@@ -117,7 +117,7 @@ def scale(rows: int | None) -> Iterator[Setting]:
             yield Setting("sst2", "recipe", 2.0, options, rows or 20_000)
     for share in (0.3, 0.1, 1.0):
         yield Setting("sst2", "recipe", 2.0, {"adam_bc_rate": share, **CONTROL}, rows or 20_000)
-    for percentile in (0.1, 0.5, 0.3):
+    for percentile in PERCENTILES:
         options = {"percentile": percentile, "scale_free_gradient": True}
         yield Setting("sst2", "dc_sgd_p", 2.0, options, rows or 20_000)
     yield Setting("sst2", "andrew", 2.0, {"scale_free_gradient": True}, rows or 20_000)
