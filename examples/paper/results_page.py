@@ -26,7 +26,6 @@ from reading import (
     TASK_TITLES,
     Result,
     best,
-    by_options,
     chosen,
     mean_and_error,
     read_results,
