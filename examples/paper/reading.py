@@ -75,10 +75,24 @@ def best(results: Iterable[Result]) -> str:
     if not groups:
         return EMPTY
     options = winner(groups)
-    shown = ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(options).items() if name in _SHORT)
+    shown = _shown(options)
     tried = f", of {len(groups)}" if len(groups) > 1 else ""
     text = mean_and_error([result["accuracy"] for result in groups[options]])
     return f"{text} [{shown}{tried}]" if shown else text
+
+
+def spread(results: Iterable[Result]) -> str:
+    """Say the lowest and the highest mean over the options that were tried, and which they are."""
+    means = {options: statistics.mean(r["accuracy"] for r in runs) for options, runs in by_options(results).items()}
+    if len(means) < 2:
+        return EMPTY
+    low, high = (f"{100 * means[o]:.1f} [{_shown(o)}]" for o in (min(means, key=means.get), max(means, key=means.get)))
+    return f"{low} to {high}, of {len(means)}"
+
+
+def _shown(options: str) -> str:
+    """Say the options that a grid is over, of a name in `by_options`."""
+    return ", ".join(f"{_SHORT[name]} = {value:g}" for name, value in json.loads(options).items() if name in _SHORT)
 
 
 # What a grid is over, as tables call it; other options are the same in all runs of a method.

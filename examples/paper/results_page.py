@@ -29,6 +29,7 @@ from reading import (
     chosen,
     mean_and_error,
     read_results,
+    spread,
     table,
 )
 from readme_row import README, with_row
@@ -194,6 +195,20 @@ _THRESHOLDS: dict[str, dict[str, Any]] = {
 }
 
 
+def spread_table(results: list[Result]) -> list[str]:
+    """Return how far apart the values of a grid are: the lowest and the highest mean, and where these are."""
+    body = []
+    for task, title in TASK_TITLES.items():
+        for rows in sorted({r["setting"]["rows"] or 0 for r in chosen(results, task=task)}):
+            for method, name in (("fixed", "DP-SGD over C"), ("dc_sgd_p", "DC-SGD-P over p")):
+                runs = chosen(results, task=task, rows=rows or None, method=method)
+                runs = [r for r in runs if set(r["setting"]["options"]) == _GRIDS[method]]
+                cells = [spread(chosen(runs, epsilon=epsilon)) for epsilon in EPSILONS]
+                size = f"{runs[0]['plan']['dataset_size']:,} rows"
+                body.append([f"{title.partition(',')[0]}, {size}", name, *cells])
+    return table(["task", "grid", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], body)
+
+
 CHARGED = {
     "rdp_composition": "ten runs, composed by RDP",
     "papernot_steinke_tnb": "Papernot & Steinke, geometric of mean ten",
@@ -290,6 +305,7 @@ SECTIONS: list[tuple[str, Callable[[list[Result]], list[str]]]] = [
     ("travel", travel_table),
     ("percentiles", percentile_table),
     ("thresholds", threshold_table),
+    ("spread", spread_table),
     ("held_out", held_out_table),
     ("scratch", scratch_table),
     ("times", time_table),
