@@ -176,6 +176,10 @@ def scratch(rows: int | None) -> Iterator[Setting]:
         for epsilon in (1.0, 2.0, 4.0):
             for method in ("dc_sgd_e", "recipe"):
                 yield Setting("mnist", method, epsilon, rows=rows, seed=seed)
+    for value in THRESHOLDS[:3]:  # what this model gives with any threshold, and what the range and Adam's memory take
+        yield Setting("mnist", "fixed", 1.0, {"clip_threshold": value}, rows)
+    yield Setting("mnist", "dc_sgd_e", 1.0, {"scale_free_gradient": True}, rows)
+    yield Setting("mnist", "dc_sgd_e", 1.0, {"scale_free_gradient": True, "histogram_rule": "following"}, rows)
     yield from (Setting("names", method, 4.0, rows=rows) for method in ("dc_sgd_e", "auto_clip", "recipe"))
     yield from (Setting("names", "dc_sgd_e", epsilon, rows=rows) for epsilon in (2.0, 8.0))
     yield Setting("cifar10", "dc_sgd_e", 2.0, rows=rows)
