@@ -121,6 +121,8 @@ def scale(rows: int | None) -> Iterator[Setting]:
         options = {"percentile": percentile, "scale_free_gradient": True}
         yield Setting("sst2", "dc_sgd_p", 2.0, options, rows or 20_000)
     yield Setting("sst2", "andrew", 2.0, {"scale_free_gradient": True}, rows or 20_000)
+    for seed in range(SEEDS):
+        yield Setting("sst2", "dc_sgd_e", 2.0, {"scale_free_gradient": True}, rows or 20_000, seed)
 
 
 def thresholds(rows: int | None) -> Iterator[Setting]:
