@@ -112,15 +112,13 @@ def scratch_table(results: list[Result]) -> list[str]:
         for epsilon, figure in figures.items():
             here = chosen(results, task=task, epsilon=epsilon)
             if here:
-                recipe, ours = (mean_and_error([r["accuracy"] for r in runs]) for runs in _pair(here))
+                recipe, ours = _pair(here)
                 divided = chosen(here, method="dc_sgd_e", options={"scale_free_gradient": True})
-                automatic = chosen(here, method="auto_clip")
-                fixed = chosen(here, method="fixed")
-                plain, charged = (
-                    best([r for r in fixed if ("tuned_by" in r["setting"]["options"]) is way]) for way in (False, True)
-                )
-                others = (mean_and_error([r["accuracy"] for r in runs]) for runs in (divided, automatic))
-                cells = [ours, f"{figure:.1f}", *others, plain, charged, recipe]
+                automatic, fixed = chosen(here, method="auto_clip"), chosen(here, method="fixed")
+                charged = [r for r in fixed if "tuned_by" in r["setting"]["options"]]
+                grids = [best([r for r in fixed if r not in charged]), best(charged)]
+                means = [mean_and_error([r["accuracy"] for r in runs]) for runs in (ours, divided, automatic, recipe)]
+                cells = [means[0], f"{figure:.1f}", *means[1:3], *grids, means[3]]
                 body.append([MODELS[task], f"{epsilon:g}", *cells])
     titles = ["DC-SGD-E", "in the paper", "DC-SGD-E, divided", "AUTO-S"]
     titles += ["DP-SGD, best C of those run", "the same, grid charged by RDP", "recipe"]
